@@ -1,0 +1,231 @@
+"""What the rest of Gnomon may know of the engine: requests in, events out. Imports nothing heavier than the standard library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+HLGPivot = Literal["top", "entropy", "median"]
+
+
+@dataclass(frozen=True, slots=True)
+class HLG:
+    """Parameters of HLG tone-curve sampling; widths and offsets are in nats."""
+
+    width: float = 4.0
+    shoulder: float = 4.0
+    toe: float = 6.0
+    pivot: HLGPivot = "top"
+    pivot_offset: float = 6.0
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How a row's next token is drawn. Values are resolved and validated before the engine sees them.
+
+    `temperature` 0 is greedy. `top_p` 0 or 1, `top_k` 0 and `min_p` 0 switch that filter off. `repetition_penalty` 1 and the other
+    penalties 0 are off; a context size of 0 means the whole history. `seed` None lets the engine choose one.
+    `logprobs` None returns none, 0 the sampled token's, k > 0 also the k most likely ones.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 0.0
+    top_k: int = 0
+    min_p: float = 0.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.0
+    seed: int | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    repetition_penalty: float = 1.0
+    repetition_context_size: int = 20
+    presence_penalty: float = 0.0
+    presence_context_size: int = 20
+    frequency_penalty: float = 0.0
+    frequency_context_size: int = 20
+    logprobs: int | None = None
+    hlg: HLG | None = None
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt and how to continue it. `n` choices share one prefill and are cancelled and accounted for as one unit."""
+
+    id: str
+    prompt: tuple[int, ...]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    n: int = 1
+    trace_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TopLogprob:
+    id: int
+    token: str
+    logprob: float
+    bytes: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A sampled token with log-softmax after the processors and before the filters."""
+
+    id: int
+    token: str
+    logprob: float
+    bytes: bytes
+    top: tuple[TopLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts and times of one request. `completion_tokens` sums over its choices and counts an end-of-sequence token."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+    queue_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    tier: Literal["L1", "L2", "Lab"] = "L1"
+    lane: Literal["serial", "batched"] = "serial"
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Prefill of a request has reached `processed` of `total` prompt tokens."""
+
+    request_id: str
+    processed: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """New text of a choice. `ids` are the tokens behind it so far undelivered; a token whose text is held back comes with a later delta."""
+
+    request_id: str
+    index: int
+    text: str
+    ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceFinished:
+    """A choice ended. `stop` is the stop string that matched, if one did."""
+
+    request_id: str
+    index: int
+    reason: FinishReason
+    stop: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Last event of a request that ran to its end or was cancelled."""
+
+    request_id: str
+    usage: Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Last event of a request that failed. `fatal` tells that the engine itself can't go on."""
+
+    request_id: str
+    message: str
+    code: str = "engine_error"
+    fatal: bool = False
+
+
+Event = Progress | Delta | ChoiceFinished | Finished | Failed
+Sink = Callable[[Event], None]
+"""Called on the engine thread: it must not block and must not raise."""
+
+
+class EngineError(Exception):
+    """A request the engine will not take; nothing was started."""
+
+
+class QueueFull(EngineError):
+    """As many requests wait as may. `retry_after` is in seconds."""
+
+    def __init__(self, message: str, retry_after: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class EngineUnavailable(EngineError):
+    """The engine is draining, or its device failed."""
+
+
+class InvalidRequest(EngineError):
+    """A field the engine can't honour. `param` names it."""
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What is served. Sizes are in tokens or bytes."""
+
+    id: str
+    path: str
+    model_type: str
+    context_length: int | None
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    weight_bytes: int
+    created: int
+    batchable: bool = True
+    why_not_batchable: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """The engine's heartbeat. `state` is `ok` only while the engine thread is alive and turned its loop `beat_age` seconds ago."""
+
+    state: Literal["loading", "ok", "draining", "stalled", "failed", "stopped"]
+    beat_age: float = 0.0
+    message: str | None = None
+
+
+class Engine(Protocol):
+    """Thread-safe front of the engine thread."""
+
+    @property
+    def model(self) -> ModelInfo: ...
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        """Queue a request; its events reach `sink`, ending with `Finished` or `Failed`. Raises an `EngineError`."""
+        ...
+
+    def cancel(self, request_id: str) -> None:
+        """Stop a request at the next chunk or step. Unknown ids are ignored. The sink still gets its last event."""
+        ...
+
+    def health(self) -> Health: ...
+
+    def stats(self) -> Mapping[str, Any]:
+        """Counters and gauges by section, as plain JSON values."""
+        ...
+
+    def drain(self, timeout: float) -> bool:
+        """Refuse new requests and wait up to `timeout` seconds for the open ones; True if all ended by themselves."""
+        ...
+
+    def stop(self) -> None:
+        """End the engine thread. Open requests get `Failed`."""
+        ...
