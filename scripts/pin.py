@@ -33,7 +33,9 @@ def main() -> None:
     pins = resolved(ROOT / "uv.lock")
     lines = "".join(f'    "{n}=={next(iter(v))}",\n' for n, v in sorted(pins.items()) if len(v) == 1)
     block = f"\n{BEGIN}\nconstraint-dependencies = [\n{lines}]\n{END}\n"
-    project.write_text(text.replace('[tool.uv]\ndefault-groups = ["dev"]\n', f'[tool.uv]\ndefault-groups = ["dev"]\n{block}'))
+    project.write_text(
+        text.replace('[tool.uv]\ndefault-groups = ["dev"]\n', f'[tool.uv]\ndefault-groups = ["dev"]\n{block}')
+    )
 
 
 if __name__ == "__main__":
