@@ -261,6 +261,7 @@ class ChatTemplate:
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
+        /,
         *,
         add_generation_prompt: bool = True,
         **kwargs: Any,
@@ -282,8 +283,8 @@ class ChatTemplate:
             if add_generation_prompt
             else text
         )
-        stable = text.startswith(before)
-        start = len(before) if stable else self._common(text, before)
+        start = self._start(text, before)
+        stable = text[:start] == before
         ids = tuple(self.tokenizer.encode(text, special=False))
         opened = self.splitter(text[start:]).thinking
         return Rendered(
@@ -307,12 +308,20 @@ class ChatTemplate:
                 return bool(said)
         return opened or (self.reasoning is not None and self.reasoning.always)
 
-    def _common(self, text: str, before: str) -> int:
+    def _start(self, text: str, before: str) -> int:
+        """Where the opening of the answer begins in `text`, which without it is `before`."""
+        markers = self.reasoning.markers if self.reasoning else ()
+        if text == before:
+            # A template that knows no generation prompt may still end with a marker.
+            bare = text.rstrip()
+            return next((len(bare) - len(marker) for marker in markers if bare.endswith(marker)), len(text))
+        if text.startswith(before):
+            return len(before)
         start = next(
             (i for i, (a, b) in enumerate(zip(text, before, strict=False)) if a != b), min(len(text), len(before))
         )
         # The shared part must not cut a marker in two.
-        return start - partial_suffix(text[:start], self.reasoning.markers) if self.reasoning else start
+        return start - partial_suffix(text[:start], markers)
 
     def _stable_tokens(self, text: str, ids: tuple[int, ...], start: int) -> int | None:
         tail = tuple(self.tokenizer.encode(text[start:], special=False))
