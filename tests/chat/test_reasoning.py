@@ -153,11 +153,6 @@ def test_detection(template, tokens, expected):
     assert detect(template, tokens.__contains__) == expected
 
 
-def test_special_tokens_that_must_stay_in_the_text():
-    assert set(GEMMA.kept_special_tokens) == {"<|channel>", "<channel|>"}
-    assert {"<|channel|>", "<|message|>", "<|constrain|>"} < set(HARMONY.kept_special_tokens)
-
-
 @given(st.text("ab", max_size=6), st.lists(st.text("ab", min_size=1, max_size=5), max_size=4))
 def test_partial_suffix_is_the_longest_proper_beginning(text, markers):
     fitting = [n for m in markers for n in range(1, len(m)) if text.endswith(m[:n])]

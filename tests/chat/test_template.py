@@ -6,10 +6,12 @@ import copy
 from datetime import datetime
 
 import pytest
-from conftest import Adapter, build
+from chat_oracle import Adapter, build, source, tokenizer
+from transformers import AutoTokenizer
 
 from gnomon.chat.messages import ChatError
 from gnomon.chat.template import ChatTemplate
+from gnomon.chat.tokenizer import Tokenizer
 
 TOOLS = [
     {
@@ -45,10 +47,10 @@ CALLS = [
 ]
 
 
-def oracle(tokenizer: Adapter, messages, tools=None, **kwargs):
+def oracle(made: Adapter, messages, tools=None, **kwargs):
     kwargs = {"add_generation_prompt": True, **kwargs}
-    text = tokenizer.inner.apply_chat_template(messages, tools=tools, tokenize=False, **kwargs)
-    ids = tokenizer.inner.apply_chat_template(messages, tools=tools, tokenize=True, return_dict=False, **kwargs)
+    text = made.inner.apply_chat_template(messages, tools=tools, tokenize=False, **kwargs)
+    ids = made.inner.apply_chat_template(messages, tools=tools, tokenize=True, return_dict=False, **kwargs)
     return text, tuple(ids)
 
 
@@ -73,7 +75,7 @@ CASES = [
 
 @pytest.mark.parametrize("add", [True, False])
 @pytest.mark.parametrize(("name", "messages", "tools"), CASES)
-def test_equals_transformers(tokenizer, name, messages, tools, add):
+def test_equals_transformers(name, messages, tools, add):
     made = tokenizer(name)
     rendered = ChatTemplate(made).render(messages, tools, add_generation_prompt=add)
     assert (rendered.text, rendered.ids) == oracle(made, messages, tools, add_generation_prompt=add)
@@ -81,14 +83,14 @@ def test_equals_transformers(tokenizer, name, messages, tools, add):
 
 @pytest.mark.parametrize("thinking", [True, False, None])
 @pytest.mark.parametrize("name", ["qwen3", "gemma4"])
-def test_equals_transformers_with_variables(tokenizer, name, thinking):
+def test_equals_transformers_with_variables(name, thinking):
     made = tokenizer(name)
     kwargs = {} if thinking is None else {"enable_thinking": thinking}
     rendered = ChatTemplate(made).render(TURNS, **kwargs)
     assert (rendered.text, rendered.ids) == oracle(made, TURNS, **kwargs)
 
 
-def test_the_starter_as_its_makers_render_it(tokenizer):
+def test_the_starter_as_its_makers_render_it():
     # The text SmolLM2's model card shows for a user's question.
     assert ChatTemplate(tokenizer("starter")).render([{"role": "user", "content": "Hi"}]).text == (
         "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
@@ -96,7 +98,7 @@ def test_the_starter_as_its_makers_render_it(tokenizer):
     )
 
 
-def test_a_template_that_writes_the_bos_gets_one(tokenizer):
+def test_a_template_that_writes_the_bos_gets_one():
     made = tokenizer("gemma3")
     bos = made.token_id("<s>")
     assert ChatTemplate(made).render(HELLO).ids.count(bos) == 1
@@ -114,7 +116,7 @@ def test_globals_and_filters_are_those_of_transformers():
         assert rendered.text == oracle(made, messages, extra=[1, {"k": None}])[0]
 
 
-def test_the_date_comes_from_the_clock(tokenizer):
+def test_the_date_comes_from_the_clock():
     template = ChatTemplate(tokenizer("llama3"), now=lambda: datetime(2031, 2, 3))
     assert "Today Date: 03 Feb 2031" in template.render(HELLO).text
 
@@ -128,7 +130,7 @@ def test_the_sandbox_holds(hostile):
     assert caught.value.code == "template_error"
 
 
-def test_a_template_refuses_in_its_own_words(tokenizer):
+def test_a_template_refuses_in_its_own_words():
     template = ChatTemplate(tokenizer("gemma3"))
     with pytest.raises(
         ChatError, match=r"^Conversation roles must alternate user/assistant/user/assistant/\.\.\.$"
@@ -137,7 +139,7 @@ def test_a_template_refuses_in_its_own_words(tokenizer):
     assert (caught.value.param, caught.value.code) == ("messages", "template_error")
 
 
-def test_a_failure_inside_a_template_is_a_template_error(tokenizer):
+def test_a_failure_inside_a_template_is_a_template_error():
     template = ChatTemplate(Adapter(build("{{ messages[0].content + 1 }}")))
     with pytest.raises(ChatError, match="failed on this conversation") as caught:
         template.render(HELLO)
@@ -157,7 +159,7 @@ def test_a_model_without_a_template():
     assert caught.value.code == "no_chat_template"
 
 
-def test_named_templates(source):
+def test_named_templates():
     named = {"default": source("chatml"), "tool_use": source("qwen3")}
     made = Adapter(build(named))
     template = ChatTemplate(made)
@@ -168,14 +170,14 @@ def test_named_templates(source):
         ChatTemplate(Adapter(build({"other": "x"}))).render(HELLO)
 
 
-def test_parts_are_joined(tokenizer):
+def test_parts_are_joined():
     parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}]}]
     whole = [{"role": "user", "content": "ab"}]
     template = ChatTemplate(tokenizer("chatml"))
     assert template.render(parts).text == template.render(whole).text
 
 
-def test_a_template_that_takes_only_parts_gets_parts(tokenizer):
+def test_a_template_that_takes_only_parts_gets_parts():
     made = tokenizer("typed")
     rendered = ChatTemplate(made).render(HELLO)
     assert (
@@ -200,27 +202,27 @@ def test_a_template_that_takes_only_parts_gets_parts(tokenizer):
         ([{"role": "assistant", "tool_calls": [{"function": {}}]}], "messages[0].tool_calls[0].function", "name"),
     ],
 )
-def test_bad_shapes_name_the_field(tokenizer, messages, param, says):
+def test_bad_shapes_name_the_field(messages, param, says):
     with pytest.raises(ChatError, match=says) as caught:
         ChatTemplate(tokenizer("chatml")).render(messages)
     assert caught.value.param == param
 
 
 @pytest.mark.parametrize("name", ["messages", "tools", "raise_exception"])
-def test_reserved_variables_are_refused(tokenizer, name):
+def test_reserved_variables_are_refused(name):
     with pytest.raises(ChatError, match=f"{name} is reserved") as caught:
         ChatTemplate(tokenizer("chatml")).render(HELLO, None, **{name: 1})
     assert caught.value.param == "chat_template_kwargs"
 
 
-def test_developer_is_system_unless_the_template_knows_it(tokenizer):
+def test_developer_is_system_unless_the_template_knows_it():
     messages = [{"role": "developer", "content": "Obey."}, *HELLO]
     assert "<|im_start|>system\nObey." in ChatTemplate(tokenizer("chatml")).render(messages).text
     made = tokenizer("harmony")
     assert ChatTemplate(made).render(messages).text == oracle(made, messages)[0]
 
 
-def test_the_request_is_not_touched_and_reasoning_is_seen(tokenizer):
+def test_the_request_is_not_touched_and_reasoning_is_seen():
     call = {"id": "abcdefghi", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rom"}'}}
     messages = [
         HELLO[0],
@@ -238,7 +240,7 @@ def test_the_request_is_not_touched_and_reasoning_is_seen(tokenizer):
     assert text == oracle(made, parsed)[0]
 
 
-def test_an_explicit_reasoning_content_wins(tokenizer):
+def test_an_explicit_reasoning_content_wins():
     def text(**fields):
         return ChatTemplate(tokenizer("qwen3")).render([HELLO[0], {"role": "assistant", "content": "x", **fields}]).text
 
@@ -246,7 +248,7 @@ def test_an_explicit_reasoning_content_wins(tokenizer):
     assert "<think>\nother\n" in text(reasoning="other", reasoning_content=None)
 
 
-def test_arguments_as_the_template_wants_them(tokenizer):
+def test_arguments_as_the_template_wants_them():
     as_text = copy.deepcopy(CALLS)
     as_text[1]["tool_calls"][0]["function"]["arguments"] = '{"city": "Pâris", "n": 1}'
     made = tokenizer("deepseek")
@@ -256,14 +258,14 @@ def test_arguments_as_the_template_wants_them(tokenizer):
     assert ChatTemplate(made).render(as_text).text == oracle(made, CALLS)[0]
 
 
-def test_arguments_that_are_not_json_stay(tokenizer):
+def test_arguments_that_are_not_json_stay():
     messages = copy.deepcopy(CALLS)
     messages[1]["tool_calls"][0]["function"]["arguments"] = '{"city": '
     assert '"arguments": {"city": }' in ChatTemplate(tokenizer("qwen3")).render(messages).text
 
 
 @pytest.mark.parametrize("name", ["starter", "qwen3", "llama3", "gemma3", "gemma4", "deepseek", "harmony"])
-def test_the_stable_boundary(tokenizer, name):
+def test_the_stable_boundary(name):
     made = tokenizer(name)
     rendered = ChatTemplate(made).render(TURNS)
     without = oracle(made, TURNS, add_generation_prompt=False)
@@ -294,7 +296,7 @@ def test_an_unstable_boundary_is_said():
         ("harmony", {}, False, True),
     ],
 )
-def test_whether_a_turn_thinks(tokenizer, name, kwargs, opened, thinks):
+def test_whether_a_turn_thinks(name, kwargs, opened, thinks):
     extra = {"gemma4": ("<|channel>", "<channel|>"), "harmony": ("<|start|>", "<|channel|>", "<|message|>")}.get(
         name, ()
     )
@@ -302,7 +304,7 @@ def test_whether_a_turn_thinks(tokenizer, name, kwargs, opened, thinks):
     assert (rendered.thinking_open, rendered.thinking) == (opened, thinks)
 
 
-def test_a_tag_in_the_users_words_opens_nothing(tokenizer):
+def test_a_tag_in_the_users_words_opens_nothing():
     asked = [{"role": "user", "content": "What does <think> mean?"}]
     assert not ChatTemplate(tokenizer("qwen3")).render(asked).thinking_open
 
@@ -310,7 +312,7 @@ def test_a_tag_in_the_users_words_opens_nothing(tokenizer):
 @pytest.mark.parametrize(
     ("name", "default"), [("qwen3", True), ("gemma4", False), ("starter", None), ("deepseek", None)]
 )
-def test_the_default_of_thinking_is_the_templates(tokenizer, name, default):
+def test_the_default_of_thinking_is_the_templates(name, default):
     assert ChatTemplate(tokenizer(name)).thinks_by_default is default
 
 
@@ -327,12 +329,12 @@ def test_the_default_of_thinking_is_the_templates(tokenizer, name, default):
         (None, None, None, None),
     ],
 )
-def test_precedence_of_thinking(tokenizer, request_kwargs, effort, flag, expected):
+def test_precedence_of_thinking(request_kwargs, effort, flag, expected):
     made = ChatTemplate(tokenizer("qwen3")).thinking_kwargs(request_kwargs, effort, flag)
     assert made.get("enable_thinking") is expected
 
 
-def test_other_names_of_the_switch_and_of_the_effort(tokenizer):
+def test_other_names_of_the_switch_and_of_the_effort():
     template = ChatTemplate(
         Adapter(build("{{ messages[0].content }}{% if thinking %}<think>{% else %}</think>{% endif %}"))
     )
@@ -349,7 +351,28 @@ def test_other_names_of_the_switch_and_of_the_effort(tokenizer):
     )
 
 
-def test_a_switch_that_is_no_boolean_is_refused(tokenizer):
+def test_a_switch_that_is_no_boolean_is_refused():
     with pytest.raises(ChatError, match="enable_thinking is 'no'") as caught:
         ChatTemplate(tokenizer("qwen3")).thinking_kwargs({"enable_thinking": "no"}, None, None)
     assert caught.value.param == "chat_template_kwargs"
+
+
+def test_a_model_directory_renders_as_transformers_reads_it(tmp_path):
+    """Through our own tokenizer: named templates, special tokens and ids from the files."""
+    inner = build({"default": source("llama3"), "tool_use": source("qwen3")})
+    inner.save_pretrained(tmp_path)
+    template = ChatTemplate(Tokenizer.load(tmp_path))
+    read = Adapter(AutoTokenizer.from_pretrained(tmp_path))
+    for tools in (None, TOOLS):
+        rendered = template.render(CALLS, tools)
+        assert (rendered.text, rendered.ids) == oracle(read, CALLS, tools)
+
+
+@pytest.mark.network
+def test_the_starter_from_its_directory(starter_path):
+    template = ChatTemplate(Tokenizer.load(starter_path))
+    read = Adapter(AutoTokenizer.from_pretrained(starter_path))
+    for messages in (HELLO, SYSTEM, [{"role": "user", "content": "1234 <|im_end|> ünï\r\n\t🙂"}]):
+        rendered = template.render(messages)
+        assert (rendered.text, rendered.ids) == oracle(read, messages)
+        assert rendered.stable_tokens == len(oracle(read, messages, add_generation_prompt=False)[1])

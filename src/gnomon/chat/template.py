@@ -32,18 +32,20 @@ class TemplateTokenizer(Protocol):
     """What rendering needs of a tokenizer."""
 
     @property
-    def chat_template(self) -> str | Mapping[str, str] | None: ...
+    def chat_templates(self) -> Mapping[str, str]:
+        """Sources by name; the usual one is named `default`."""
+        ...
 
     @property
-    def special_tokens(self) -> Mapping[str, Any]:
+    def special_tokens(self) -> Mapping[str, str]:
         """`bos_token`, `eos_token` and the like, by name."""
         ...
 
-    def encode(self, text: str, special: bool = False) -> list[int]:
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
         """Ids of `text`; `special` adds what the tokenizer adds on its own, such as a BOS."""
         ...
 
-    def token_id(self, token: str) -> int | None: ...
+    def token_id(self, piece: str) -> int | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +153,8 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: TemplateTokenizer, now: Callable[[], datetime] = datetime.now) -> None:
         self.tokenizer = tokenizer
-        given = tokenizer.chat_template
-        self.sources: dict[str, str] = {"default": given} if isinstance(given, str) else dict(given or {})
-        self.special = {key: plain(value) for key, value in tokenizer.special_tokens.items()}
+        self.sources: dict[str, str] = dict(tokenizer.chat_templates)
+        self.special: dict[str, str] = dict(tokenizer.special_tokens)
         sandbox = environment(now)
         self._templates: dict[str, jinja2.Template] = {}
         self._variables: dict[str, frozenset[str]] = {}

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -46,25 +44,24 @@ class Adapter:
     inner: PreTrainedTokenizerFast
 
     @property
-    def chat_template(self) -> str | Mapping[str, str] | None:
-        return self.inner.chat_template
+    def chat_templates(self) -> Mapping[str, str]:
+        given = self.inner.chat_template
+        return {"default": given} if isinstance(given, str) else given or {}
 
     @property
-    def special_tokens(self) -> Mapping[str, Any]:
+    def special_tokens(self) -> Mapping[str, str]:
         return self.inner.special_tokens_map
 
-    def encode(self, text: str, special: bool = False) -> list[int]:
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
         return self.inner.encode(text, add_special_tokens=special)
 
-    def token_id(self, token: str) -> int | None:
-        return self.inner.get_vocab().get(token)
+    def token_id(self, piece: str) -> int | None:
+        return self.inner.get_vocab().get(piece)
 
 
-@pytest.fixture
-def source() -> Callable[[str], str]:
-    return lambda name: (TEMPLATES / f"{name}.jinja").read_text("utf-8")
+def source(name: str) -> str:
+    return (TEMPLATES / f"{name}.jinja").read_text("utf-8")
 
 
-@pytest.fixture
-def tokenizer(source: Callable[[str], str]) -> Callable[..., Adapter]:
-    return lambda name, *extra: Adapter(build(source(name), extra))
+def tokenizer(name: str, *extra: str) -> Adapter:
+    return Adapter(build(source(name), extra))
