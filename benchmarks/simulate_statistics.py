@@ -69,14 +69,14 @@ def log_ratios(noise: Noise, rng: np.random.Generator, trials: int, blocks: int,
     return effect + order * first_minus_second, order
 
 
-def student(d: Array, order: Array, rng: np.random.Generator) -> tuple[Array, Array, Array]:
+def student(d: Array, _order: Array, _rng: np.random.Generator) -> tuple[Array, Array, Array]:
     n = d.shape[1]
     mean = d.mean(1)
     half = t_quantile(1 - TAIL, n - 1) * d.std(1, ddof=1) / math.sqrt(n)
     return mean, mean - half, mean + half
 
 
-def student_order(d: Array, order: Array, rng: np.random.Generator) -> tuple[Array, Array, Array]:
+def student_order(d: Array, order: Array, _rng: np.random.Generator) -> tuple[Array, Array, Array]:
     """Least squares with a term for the order: it removes steady drift and costs a degree of freedom."""
     n = d.shape[1]
     design = np.stack([np.ones(n), order], axis=1)
@@ -98,13 +98,13 @@ def _resampled(d: Array, rng: np.random.Generator) -> tuple[Array, Array]:
     return means, deviations
 
 
-def percentile(d: Array, order: Array, rng: np.random.Generator) -> tuple[Array, Array, Array]:
+def percentile(d: Array, _order: Array, rng: np.random.Generator) -> tuple[Array, Array, Array]:
     means, _ = _resampled(d, rng)
     low, high = np.quantile(means, [TAIL, 1 - TAIL], axis=1)
     return d.mean(1), low, high
 
 
-def expanded(d: Array, order: Array, rng: np.random.Generator) -> tuple[Array, Array, Array]:
+def expanded(d: Array, _order: Array, rng: np.random.Generator) -> tuple[Array, Array, Array]:
     """Percentile bootstrap with Hesterberg's correction for small samples (The American Statistician 69, 2015)."""
     n = d.shape[1]
     tail = NormalDist().cdf(-math.sqrt(n / (n - 1)) * t_quantile(1 - TAIL, n - 1))
@@ -113,7 +113,7 @@ def expanded(d: Array, order: Array, rng: np.random.Generator) -> tuple[Array, A
     return d.mean(1), low, high
 
 
-def bca(d: Array, order: Array, rng: np.random.Generator) -> tuple[Array, Array, Array]:
+def bca(d: Array, _order: Array, rng: np.random.Generator) -> tuple[Array, Array, Array]:
     """Bias-corrected and accelerated bootstrap (Efron 1987)."""
     normal = NormalDist()
     means, _ = _resampled(d, rng)
@@ -131,7 +131,7 @@ def bca(d: Array, order: Array, rng: np.random.Generator) -> tuple[Array, Array,
     return d.mean(1), bounds[0], bounds[1]
 
 
-def studentised(d: Array, order: Array, rng: np.random.Generator) -> tuple[Array, Array, Array]:
+def studentised(d: Array, _order: Array, rng: np.random.Generator) -> tuple[Array, Array, Array]:
     n = d.shape[1]
     means, deviations = _resampled(d, rng)
     error = np.maximum(deviations / math.sqrt(n), 1e-12)

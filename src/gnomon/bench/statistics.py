@@ -1,8 +1,8 @@
 """Paired log-ratios, their interval and the decision rule.
 
 The unit of evidence is a block: one workload, measured under both arms back to back, the order alternating between blocks. Only the
-first usable block of each workload seed counts. The interval is Student's t on the log-ratios of the blocks; it was chosen over percentile, expanded
-percentile, BCa and studentised bootstraps and over a t with a term for the order by simulating all of them at 5, 6 and 12 blocks
+first usable block of each workload seed counts. The interval is Student's t on the log-ratios of the blocks. It was chosen by simulation
+at 5, 6 and 12 blocks over percentile, expanded percentile, BCa and studentised bootstraps and over a t with a term for the order
 (`benchmarks/simulate_statistics.py`; numbers in docs/measuring.md).
 """
 
@@ -25,7 +25,7 @@ METHOD = "student-t of paired log-ratios"
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """An estimate with its confidence bounds, as log-ratios (0 is no difference). `blocks` is the number of distinct workloads behind it."""
+    """An estimate with its confidence bounds, as log-ratios (0 is no difference). `blocks` counts the distinct workloads behind it."""
 
     estimate: float
     lower: float
