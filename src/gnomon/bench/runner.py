@@ -27,7 +27,7 @@ class Interrupted(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How to run. `seed` is the first block's workload seed; each further block adds one. `exclusive` keeps only one arm alive at a time."""
+    """How to run. `seed` is the first block's workload seed; each further block adds one. `exclusive` keeps one arm alive at a time."""
 
     blocks: int
     seed: int = 0
@@ -36,7 +36,7 @@ class Plan:
 
 
 def order(block: int, arms: int) -> list[int]:
-    """Order of the arms in a block: AB and BA in turn; with more arms, every even block starts one further on and the odd one mirrors it."""
+    """Order of the arms in a block: AB and BA in turn; with more arms, even blocks start one further on and odd ones mirror them."""
     if arms == 2:
         return [0, 1] if block % 2 == 0 else [1, 0]
     shift = (block // 2) % arms
@@ -78,7 +78,7 @@ class Runner:
         self._index = 0
 
     def run(self, cells: Sequence[Cell]) -> None:
-        """Warm up, then measure every cell in every block. Raises `Interrupted` if stopped by the user; contenders are stopped in any case."""
+        """Warm up, then measure every cell in every block. Raises `Interrupted` if the user stops it; contenders are stopped either way."""
         try:
             for cell in cells:
                 budget = self._warm(cell)

@@ -24,8 +24,8 @@ BATCH_PROMPT = 16
 class Cell:
     """One kind of work. Counts are in tokens; `depth` tokens stand in the cache before the prompt; `rows` requests run at once.
 
-    Written `prompt:700` (prefill and first token), `decode:64@2048` (64 tokens from a synthetic state of 2,048), `batch:4x32` (4 requests of
-    32 tokens) or `command` (whatever the command does).
+    Written `prompt:700` (prefill and first token), `decode:64@2048` (64 tokens from a synthetic state of 2,048), `batch:4x32` (4 requests
+    of 32 tokens) or `command` (whatever the command does).
     """
 
     task: Task
