@@ -105,7 +105,9 @@ def pairings(cells: Sequence[Cell], baseline: str, candidate: str, samples: Sequ
         # A command may report rates or sizes of its own; what it declares first is then what decides.
         primary = cell.primary if cell.primary in common or not mine else next(iter(mine[0].metrics))
         found.append(Pairing(str(cell), baseline, candidate, primary, primary=True))
-        found += [Pairing(str(cell), baseline, candidate, metric) for metric in sorted(common - {primary})]
+        # A size or time of zero has no ratio; the samples keep it.
+        positive = {m for m in common - {primary} if all(s.metrics[m] > 0 for s in mine)}
+        found += [Pairing(str(cell), baseline, candidate, metric) for metric in sorted(positive)]
     return found
 
 
