@@ -184,8 +184,9 @@ def make(model_type: str, dtype: str = "float32", seed: int = 0, **overrides: An
     mlx multiplies gathered expert matrices on the CPU in float32 only, so experts of other dtypes are quantised to 8 bits.
     """
     args = config(model_type)
-    (args["text_config"] if "text_config" in args else args).update(overrides)
+    args.get("text_config", args).update(overrides)
     module = importlib.import_module(f"mlx_lm.models.{model_type}")
+    mx.random.seed(zlib.crc32(f"{model_type}.{seed}".encode()))  # some parameters keep their random initial values
     model = module.Model(module.ModelArgs.from_dict(args))
     model.eval()
     weights = [(name, _weight(f"{model_type}.{seed}.{name}", x)) for name, x in tree_flatten(model.parameters())]
