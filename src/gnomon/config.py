@@ -3,7 +3,7 @@
 The groups below are frozen dataclasses whose fields carry an `Option`; argparse arguments, environment reading, range checks and
 `gnomon config` are all derived from them. Nothing else in Gnomon reads the environment.
 """
-# ruff: noqa: RUF009  (`option` returns a dataclass field)
+# ruff: noqa: RUF009, ARG002  (`option` returns a dataclass field; argparse fixes the arguments of an action)
 
 from __future__ import annotations
 
@@ -71,10 +71,10 @@ def option(default: Any, help: str, **how: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Which model. `--model` wins over the positional query and `--query`; without any the present one, else the starter, is taken."""
+    """Which model: `--model`, else the positional argument, else `--query`, else one that is present, else the starter."""
 
     model: str | None = option(None, "model: a directory, a repository id, or part of the name of a model in the cache")
-    query: str | None = option(None, "same as the positional argument", flag="--query", aliases=("-q",))
+    query: str | None = option(None, "same as the argument MODEL, which wins", flag="--query", aliases=("-q",))
 
     @property
     def wanted(self) -> str | None:
@@ -417,6 +417,8 @@ class _TakeFlag(argparse.BooleanOptionalAction):
 
 def add_arguments(parser: argparse.ArgumentParser, groups: Sequence[Group]) -> None:
     """Add the flags of `groups` to a parser. Values stay text until `resolve`, so that one place checks them."""
+    if ModelConfig in groups:
+        parser.add_argument("model.positional", nargs="?", metavar="MODEL", help="same as --model, which wins")
     titles = {name: parser.add_argument_group(name) for name, group in GROUPS.items() if group in groups}
     for s in settings(groups):
         names = [s.flag, *s.option.aliases]
@@ -455,6 +457,8 @@ def resolve(args: argparse.Namespace | None = None, environ: Mapping[str, str] |
         found = _from_flag(s, given) or _from_environment(s, environ)
         if found is not None:
             values[s.group][s.name], origins[s.dest] = found
+    if given.get("model.positional"):
+        values["model"]["query"], origins["model.query"] = given["model.positional"], Origin("flag", "argument")
     built = {name: group(**values[name]) for name, group in GROUPS.items()}
     return Config(**cast("dict[str, Any]", built), origins=origins, notes=tuple(_unknown_variables(environ)))
 
