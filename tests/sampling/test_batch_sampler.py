@@ -91,8 +91,8 @@ def test_a_batch_draws_what_its_rows_draw_alone(batch: list[RowSampling], data: 
         here, waiting = here + waiting[:joining], waiting[joining:]
         width = data.draw(st.integers(1, 4))
         # Windows reach past the end of the known logits; what is drawn there is never committed.
-        windows = [[logits[i][min(len(got[i]) + l, steps - 1)] for l in range(width)] for i in here]
-        truth = [[expected[i][min(len(got[i]) + l, steps - 1)][0] for l in range(width - 1)] for i in here]
+        windows = [[logits[i][min(len(got[i]) + at, steps - 1)] for at in range(width)] for i in here]
+        truth = [[expected[i][min(len(got[i]) + at, steps - 1)][0] for at in range(width - 1)] for i in here]
         drawn = sampler.draw(
             mx.stack([mx.stack(w) for w in windows]),
             mx.array(np.array(truth, dtype=np.int32).reshape(len(here), width - 1)) if width > 1 else None,
@@ -101,8 +101,8 @@ def test_a_batch_draws_what_its_rows_draw_alone(batch: list[RowSampling], data: 
         sampler.commit(drawn.tokens, counts)
         tokens = drawn.tokens.tolist()
         for b, i in enumerate(here):
-            for l in range(counts[b]):
-                got[i].append((tokens[b][l], drawn.logprobs.score(b, l) if drawn.logprobs else None))
+            for at in range(counts[b]):
+                got[i].append((tokens[b][at], drawn.logprobs.score(b, at) if drawn.logprobs else None))
         staying = data.draw(st.permutations([b for b, i in enumerate(here) if len(got[i]) < steps]))
         sampler.keep(staying)
         here = [here[b] for b in staying]
