@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -63,15 +63,21 @@ class _Plan:
 
 
 def convert(
-    source: str | Path, destination: str | Path, progress: Progress | None = None, *, widen: Widened = "bfloat16"
+    source: str | Path,
+    destination: str | Path,
+    progress: Progress | None = None,
+    *,
+    widen: Widened = "bfloat16",
+    provenance: Mapping[str, Any] | None = None,
 ) -> Converted:
     """Convert the GGUF file `source` into the model directory `destination`, which must not exist.
 
     Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0 matrices keep their values as MLX affine groups of 32; every other quantised kind is dequantised and
     stored as `widen` (float32 keeps its values too); f32, f16 and bf16 stay. Vectors (norms, biases) take the type in which the layers then
-    compute: float32 beside affine groups, whose values no narrower type holds, else the matrices' own. `progress(done, total)` counts bytes. An interrupted run leaves only a directory
-    beside the destination, which the next run replaces. Raises `UnsupportedGGUF` for what can't be expressed, `FileExistsError` when the
-    destination exists, `OSError` when it can't be written.
+    compute: float32 beside affine groups, whose values no narrower type holds, else the matrices' own. `progress(done, total)` counts bytes.
+    `provenance` becomes the directory's gnomon.json. An interrupted run leaves only a directory beside the destination, which the next run
+    replaces. Raises `UnsupportedGGUF` for what can't be expressed, `FileExistsError` when the destination exists, `OSError` when it can't
+    be written.
     """
     source, destination = Path(source), Path(destination)
     if destination.exists():
@@ -86,6 +92,8 @@ def convert(
     partial.mkdir(parents=True)
     write(Vocabulary.read(metadata), partial)
     write_json(partial / "config.json", config)
+    if provenance is not None:
+        write_json(partial / "gnomon.json", {**provenance, "source": source.name, "widen": widen})
     total = sum(output.nbytes for output in plan.outputs)
     with (partial / "model.safetensors").open("wb") as file:
         _write_safetensors(file, plan.outputs, total, progress)
@@ -100,7 +108,11 @@ def _open(source: Path) -> GGUFReader:
         raise FileNotFoundError(f"there is no file {source}")
     try:
         return GGUFReader(source)
-    except (ValueError, IndexError, KeyError) as error:  # what the reader raises on bytes that aren't GGUF, and on truncated files
+    except (
+        ValueError,
+        IndexError,
+        KeyError,
+    ) as error:  # what the reader raises on bytes that aren't GGUF, and on truncated files
         raise UnsupportedGGUF(f"{source.name} is not a whole GGUF file: {error}") from error
 
 
@@ -169,8 +181,18 @@ def _matrix(plan: _Plan, tensor: ReaderTensor, name: str, widened: str, order: N
         module = name.removesuffix(".weight")
         plan.outputs += [
             _Output(name, "U32", (rows, cols * bits // 32), lambda: (affine(blocks(at), kind).weight for at in starts)),
-            _Output(f"{module}.scales", "F32", (rows, cols // GROUP), lambda: (affine(blocks(at), kind).scales for at in starts)),
-            _Output(f"{module}.biases", "F32", (rows, cols // GROUP), lambda: (affine(blocks(at), kind).biases for at in starts)),
+            _Output(
+                f"{module}.scales",
+                "F32",
+                (rows, cols // GROUP),
+                lambda: (affine(blocks(at), kind).scales for at in starts),
+            ),
+            _Output(
+                f"{module}.biases",
+                "F32",
+                (rows, cols // GROUP),
+                lambda: (affine(blocks(at), kind).biases for at in starts),
+            ),
         ]
         plan.quantization[module] = {"group_size": GROUP, "bits": bits, "mode": "affine"}
         plan.affine += 1
@@ -179,7 +201,9 @@ def _matrix(plan: _Plan, tensor: ReaderTensor, name: str, widened: str, order: N
     else:
         _check_known(tensor)
         plan.outputs.append(
-            _Output(name, widened, (rows, cols), lambda: (_cast(dequantize(blocks(at), kind), widened) for at in starts))
+            _Output(
+                name, widened, (rows, cols), lambda: (_cast(dequantize(blocks(at), kind), widened) for at in starts)
+            )
         )
         plan.widened += 1
 
@@ -188,7 +212,9 @@ def _check_known(tensor: ReaderTensor) -> None:
     try:
         dequantize(tensor.data[:1], tensor.tensor_type)
     except NotImplementedError as error:
-        raise UnsupportedGGUF(f"tensor {tensor.name} is {tensor.tensor_type.name}, which the gguf package can't dequantise") from error
+        raise UnsupportedGGUF(
+            f"tensor {tensor.name} is {tensor.tensor_type.name}, which the gguf package can't dequantise"
+        ) from error
 
 
 def _config(tensors: list[ReaderTensor], metadata: dict[str, Any], plan: _Plan) -> dict[str, Any]:
@@ -226,7 +252,9 @@ def _write_safetensors(file: BinaryIO, outputs: list[_Output], total: int, progr
         for chunk in output.chunks():
             file.write(np.ascontiguousarray(chunk).data)
         if file.tell() - before != output.nbytes:
-            raise UnsupportedGGUF(f"tensor {output.name} has {file.tell() - before} bytes where its shape needs {output.nbytes}")
+            raise UnsupportedGGUF(
+                f"tensor {output.name} has {file.tell() - before} bytes where its shape needs {output.nbytes}"
+            )
         done += output.nbytes
         if progress is not None:
             progress(done, total)
