@@ -68,7 +68,7 @@ def affine(data: Bytes, kind: Kind) -> Affine:
     else:
         biases = scales * np.float32(-(1 << (bits - 1)))
     if bits == 8:
-        codes: Bytes = np.bitwise_xor(np.ascontiguousarray(blocks[:, :, at:]), np.uint8(0x80), dtype=np.uint8)
+        codes = (np.ascontiguousarray(blocks[:, :, at:]) ^ 0x80).astype(np.uint8)
     else:
         nibbles = blocks[:, :, -16:]
         codes = np.concatenate([nibbles & 15, nibbles >> 4], axis=-1)
