@@ -1,7 +1,8 @@
 """What on disk is of no use any more, and its removal: first a plan, then, when told so, the deed.
 
-Kept: every revision a ref names, the newest complete one of a repository without refs, and any revision that holds a file no kept revision has
-(its removal would lose that file; `force` overrides). Nothing outside the two caches is ever touched, nor a file another process has locked.
+Kept: every revision a ref names, the newest complete one of a repository without refs, and any revision that holds a file no kept
+revision has (its removal would lose that file; `force` overrides). Nothing outside the two caches is ever touched, nor a file another
+process has locked.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Download a repository's files from the hub into the hub client's own cache: resumable, verified before they are visible.
 
-The hub client lists, resolves, authenticates and lays out the cache; only the bytes of large files are fetched here, because the client drops
-a partial file when its process ends. A partial file lies in `blobs/` as `<hash>.gnomon.incomplete`, is continued by the next run, and becomes
-`blobs/<hash>` once its hash is right.
+The hub client lists, resolves, authenticates and lays out the cache; only the bytes of large files are fetched here, because the client
+drops a partial file when its process ends. A partial file lies in `blobs/` as `<hash>.gnomon.incomplete`, is continued by the next run,
+and becomes `blobs/<hash>` once its hash is right.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class Hub:
     ) -> Path:
         """Download `repo` at `revision` (branch, tag or commit; default main) and return the snapshot's directory.
 
-        Files that are there are not fetched again. Raises `HubError` for an unknown repository or revision, missing access, no network, no
-        space, or bytes whose hash stays wrong.
+        Files that are there are not fetched again. Raises `HubError` for an unknown repository or revision, missing access, no network,
+        no space, or bytes whose hash stays wrong.
         """
         with _explained(repo, revision):
             commit = self.api.model_info(repo, revision=revision).sha
@@ -174,7 +174,7 @@ class Hub:
                     failures = 1 if sink.tell() > before else failures + 1
                     if failures > _TRIES:
                         raise HubError(
-                            f"{repo}: {file.name} broke off at {sink.tell()} of {file.size} bytes ({error}); run the same command to continue"
+                            f"{repo}: {file.name} broke off at {sink.tell()} of {file.size} bytes ({error}); run the command again to continue"
                         ) from error
                     sink.flush()
                     time.sleep(self.pause * failures)

@@ -28,10 +28,10 @@ STARTER = Found(Path(), starter.REPO)
 def resolve(wanted: str | None, registry: Registry, *, fits: Judge, runs: Judge, ram: int) -> Found:
     """The directory `wanted` means, or `STARTER` where that has to be fetched.
 
-    A directory with config.json is taken as it is; one inside the hub's cache gets its repository's id back. Anything else is a repository
-    id, `id@revision`, a model's name, or part of one, looked up among the downloaded models. Without `wanted`: the largest model that `runs`
-    and whose weights are under 0.6 of `ram` (bytes), else the largest that `fits`, else the starter. Only the starter is ever fetched.
-    Raises `HubError` that lists the candidates when several match, and says how to get one when none does.
+    A directory with config.json is taken as it is; one inside the hub's cache gets its repository's id back. Anything else is a
+    repository id, `id@revision`, a model's name, or part of one, looked up among the downloaded models. Without `wanted`: the largest
+    model that `runs` and whose weights are under 0.6 of `ram` (bytes), else the largest that `fits`, else the starter. Only the starter
+    is ever fetched. Raises `HubError` that lists the candidates when several match, and says how to get one when none does.
     """
     if not wanted:
         return _pick(registry, fits, runs, ram)

@@ -75,7 +75,8 @@ class Fields:
 class Architecture:
     """How one GGUF architecture maps to an mlx-lm model type.
 
-    `permuted`: q and k rows of each head are stored as interleaved rotary pairs. `norm_offset`: stored norms minus this are the model's.
+    `permuted`: q and k rows of each head are stored as interleaved rotary pairs. `norm_offset`: stored norms minus this are the
+    model's.
     """
 
     model_type: str
