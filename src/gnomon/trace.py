@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Literal, Protocol
 
 log = logging.getLogger(__name__)
@@ -24,7 +23,6 @@ TOKEN_PHASES: frozenset[str] = frozenset({"step", "delivery"})
 TOKEN_SPANS = 8
 ORIGIN = time.perf_counter()
 """The instant that process-relative times count from."""
-_NOTHING: Mapping[str, Value] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +35,7 @@ class Span:
     start: float
     end: float
     work_id: int | None = None
-    attributes: Mapping[str, Value] = _NOTHING
+    attributes: Mapping[str, Value] = field(default_factory=dict[str, Value])
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +58,7 @@ class RequestTrace:
     phases: Mapping[str, PhaseTotal]
     unexplained: float
     spans: tuple[Span, ...]
-    attributes: Mapping[str, Value] = _NOTHING
+    attributes: Mapping[str, Value] = field(default_factory=dict[str, Value])
 
 
 class TraceSink(Protocol):
