@@ -66,16 +66,7 @@ def affine(data: Bytes, kind: Kind) -> Affine:
         biases = _halves(blocks[:, :, 2:4])
         at = 4
     else:
-<<<<<<< HEAD
-        with np.errstate(over="ignore"):
-            biases = scales * np.float16(-(1 << (bits - 1)))
-        if not np.isfinite(biases[np.isfinite(scales)]).all():
-            raise UnsupportedGGUF(
-                f"{kind.name}: the largest scale {np.abs(scales).max()} overflows float16 as an affine bias"
-            )
-=======
         biases = scales * np.float32(-(1 << (bits - 1)))
->>>>>>> hub
     if bits == 8:
         codes: Bytes = np.bitwise_xor(np.ascontiguousarray(blocks[:, :, at:]), np.uint8(0x80), dtype=np.uint8)
     else:
