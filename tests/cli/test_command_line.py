@@ -4,29 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import subprocess
 import sys
 
 import pytest
+from cli_process import gnomon
 
 from gnomon import logs
 from gnomon.cli._verbs import CommandError, verbs
 from gnomon.cli.main import check_platform, main
 from gnomon.config import LogConfig
-
-
-def gnomon(*argv: str, stdin: str = "", **environ: str) -> subprocess.CompletedProcess[str]:
-    clean = {key: value for key, value in os.environ.items() if not key.startswith("GNOMON_")}
-    return subprocess.run(
-        [sys.executable, "-m", "gnomon.cli.main", *argv],
-        input=stdin,
-        capture_output=True,
-        text=True,
-        env={**clean, "COLUMNS": "200", **environ},
-        timeout=120,
-        check=False,
-    )
 
 
 def test_config_prints_value_and_origin():
