@@ -3,7 +3,7 @@
 The groups below are frozen dataclasses whose fields carry an `Option`; argparse arguments, environment reading, range checks and
 `gnomon config` are all derived from them. Nothing else in Gnomon reads the environment.
 """
-# ruff: noqa: RUF009  (`option` returns a dataclass field)
+# ruff: noqa: RUF009, ARG002  (`option` returns a dataclass field; argparse fixes the arguments of an action)
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from typing import Any, Literal, Union, cast
 
 import platformdirs
 
-from gnomon.engine.api import HLG, HLGPivot
+from gnomon.engine.api import HLG, HLGPivot, SamplingParams
 
 KiB, MiB = 1 << 10, 1 << 20
 GB = 10**9
@@ -71,10 +71,10 @@ def option(default: Any, help: str, **how: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Which model. `--model` wins over the positional query and `--query`; without any the present one, else the starter, is taken."""
+    """Which model: `--model`, else the positional argument, else `--query`, else one that is present, else the starter."""
 
     model: str | None = option(None, "model: a directory, a repository id, or part of the name of a model in the cache")
-    query: str | None = option(None, "same as the positional argument", flag="--query", aliases=("-q",))
+    query: str | None = option(None, "same as the argument MODEL, which wins", flag="--query", aliases=("-q",))
 
     @property
     def wanted(self) -> str | None:
@@ -97,7 +97,6 @@ class EngineConfig:
         unit="tokens",
         env_aliases=("GNOMON_RD_PREFILL_CHUNK",),
     )
-    prefill_tail_split: bool = option(True, "the last prompt token runs alone as the first decode step")
     early_first_token: bool = option(True, "deliver the first token before the next step is built")
     pipeline: bool = option(True, "read tokens back one step behind whenever no row needs its token sooner")
     context_limit: int | None = option(
@@ -153,6 +152,17 @@ class SamplingDefaults:
         if "temperature" in self.from_model and not thinking:
             return min(self.temperature, BUILT_IN_TEMPERATURE)
         return self.temperature
+
+    def params(self, thinking: bool, seed: int | None = None) -> SamplingParams:
+        """How a request that sets nothing itself is sampled."""
+        return SamplingParams(
+            temperature=self.temperature_for(thinking),
+            top_p=self.top_p or 0.0,
+            top_k=self.top_k or 0,
+            min_p=self.min_p or 0.0,
+            seed=seed,
+            hlg=self.hlg if self.hlg_sampling else None,
+        )
 
     @property
     def hlg(self) -> HLG:
@@ -417,6 +427,8 @@ class _TakeFlag(argparse.BooleanOptionalAction):
 
 def add_arguments(parser: argparse.ArgumentParser, groups: Sequence[Group]) -> None:
     """Add the flags of `groups` to a parser. Values stay text until `resolve`, so that one place checks them."""
+    if ModelConfig in groups:
+        parser.add_argument("model.positional", nargs="?", metavar="MODEL", help="same as --model, which wins")
     titles = {name: parser.add_argument_group(name) for name, group in GROUPS.items() if group in groups}
     for s in settings(groups):
         names = [s.flag, *s.option.aliases]
@@ -455,6 +467,8 @@ def resolve(args: argparse.Namespace | None = None, environ: Mapping[str, str] |
         found = _from_flag(s, given) or _from_environment(s, environ)
         if found is not None:
             values[s.group][s.name], origins[s.dest] = found
+    if given.get("model.positional"):
+        values["model"]["query"], origins["model.query"] = given["model.positional"], Origin("flag", "argument")
     built = {name: group(**values[name]) for name, group in GROUPS.items()}
     return Config(**cast("dict[str, Any]", built), origins=origins, notes=tuple(_unknown_variables(environ)))
 

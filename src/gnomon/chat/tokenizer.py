@@ -78,10 +78,11 @@ class Tokenizer:
         """Read the tokenizer in a model directory. Raises `TokenizerError`, which names the file that is missing or broken."""
         root = Path(path)
         settings = _read_json(root / "tokenizer_config.json")
+        special = _special_tokens(root, settings)
+        backend: _Backend | None = None
         if (root / "tokenizer.json").is_file():
-            backend: _Backend = _Fast.from_files(root / "tokenizer.json", settings, _special_tokens(root, settings))
-            special = _special_tokens(root, settings)
-        else:
+            backend = _Fast.from_files(root / "tokenizer.json", settings, special)
+        if backend is None or _rebuilt_by_transformers(settings, backend):
             backend, special = _from_transformers(root)
         return cls(
             backend,
@@ -182,9 +183,11 @@ class _Fast:
 
     @classmethod
     def from_files(cls, file: Path, settings: Mapping[str, Any], special: Mapping[str, str]) -> _Fast:
-        """Read tokenizer.json and apply what tokenizer_config.json changes, as transformers' `TokenizersBackend` does."""
+        """Read tokenizer.json and add the tokens that only the settings declare, as transformers' `TokenizersBackend` does.
+
+        Like there, what surrounds a raw prompt is tokenizer.json's own affair: `add_bos_token` in the settings changes nothing.
+        """
         import tokenizers
-        from tokenizers import processors
 
         try:
             tokenizer = tokenizers.Tokenizer.from_file(str(file))
@@ -207,16 +210,6 @@ class _Fast:
         ]
         if missing:
             tokenizer.add_tokens(missing)
-        if "add_bos_token" in settings or "add_eos_token" in settings or tokenizer.post_processor is None:
-            ends = [
-                special[name] if settings.get(flag) and name in special else None
-                for name, flag in (("bos_token", "add_bos_token"), ("eos_token", "add_eos_token"))
-            ]
-            template = [ends[0], "$A", ends[1]]
-            tokenizer.post_processor = processors.TemplateProcessing(
-                single=[part for part in template if part is not None],
-                special_tokens=[(end, tokenizer.token_to_id(end)) for end in ends if end is not None],
-            )
         return cls(tokenizer)
 
     def encode(self, text: str, special: bool) -> list[int]:
@@ -285,6 +278,15 @@ def _from_transformers(root: Path) -> tuple[_Backend, dict[str, str]]:
     special = {name: str(value) for name, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
     inner = getattr(tokenizer, "backend_tokenizer", None)
     return (_Slow(tokenizer) if inner is None else _Fast(inner)), special
+
+
+def _rebuilt_by_transformers(settings: Mapping[str, Any], backend: _Backend) -> bool:
+    """Whether transformers puts its own rules in the place of tokenizer.json's: its Llama class gives ▁ to the text's beginning only.
+
+    The models of this class were trained so, while their files would also insert ▁ behind every special token.
+    """
+    llama = str(settings.get("tokenizer_class", "")).removesuffix("Fast") == "LlamaTokenizer"
+    return llama and _decoder_kind(backend.decoder()) != "bytes"
 
 
 def _decoder_kind(decoder: Mapping[str, Any]) -> str:
