@@ -9,16 +9,22 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from gnomon.models.load import Binding, LoadedModel
+import tiny
 from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
-import tiny
 from gnomon.chat.tokenizer import Tokenizer
 from gnomon.config import EngineConfig
+from gnomon.engine import admission
+from gnomon.engine.api import Delta, Event, Failed, Finished, ModelInfo, Request
+from gnomon.engine.core import Core
+from gnomon.engine.counters import Counters
 from gnomon.engine.engine import Engine
-from gnomon.engine.row import ProposerFactory
+from gnomon.engine.heart import Heart
+from gnomon.engine.mailbox import Cancel, Mailbox, Submit
+from gnomon.engine.row import Job, ProposerFactory
+from gnomon.models.load import Binding, LoadedModel
 
 EOS = 1
 _DECODER = {"type": "ByteLevel"}
@@ -94,6 +100,65 @@ def tiny_engine(
         yield engine
     finally:
         engine.stop()
+
+
+class Rig:
+    """The engine's core without its thread, turned by hand, so that joins, leaves and faults happen at chosen steps."""
+
+    def __init__(
+        self, loaded: LoadedModel, config: EngineConfig | None = None, propose: ProposerFactory | None = None
+    ) -> None:
+        self.events: dict[str, list[Event]] = {}
+        self.closed: list[str] = []
+        self.mailbox = Mailbox()
+        self.counters = Counters()
+        self.core = Core(
+            loaded,
+            tiny_tokenizer(),
+            config or EngineConfig(),
+            self.mailbox,
+            self.counters,
+            Heart(1000),
+            propose,
+            lambda job: self.closed.append(job.request.id),
+        )
+        self.loaded = loaded
+
+    def submit(self, request: Request, seed: int = 0) -> Job:
+        model = ModelInfo("tiny", "", "tiny", self.loaded.context_length, self.loaded.vocab_size, (EOS,), 0, 0)
+        events = self.events[request.id] = []
+        limit = admission.token_limit(request, model, None)
+        sampling = request.sampling
+        job = Job(request, events.append, limit, seed if sampling.seed is None else sampling.seed)
+        self.mailbox.post(Submit(job))
+        return job
+
+    def cancel(self, request_id: str) -> None:
+        self.mailbox.post(Cancel(request_id))
+
+    def turn(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.core.read_mail()
+            self.core.turn()
+
+    def finish(self, most: int = 10_000) -> None:
+        """Turn until nothing is open."""
+        for _ in range(most):
+            self.turn()
+            if not self.core.has_work:
+                return
+        raise AssertionError(f"still open after {most} turns: {list(self.core.jobs)}")
+
+    def ids(self, request_id: str, index: int = 0) -> list[int]:
+        """Tokens delivered to a choice so far."""
+        return [i for e in self.events[request_id] if isinstance(e, Delta) and e.index == index for i in e.ids]
+
+    def end(self, request_id: str) -> Finished | Failed:
+        """The request's last event, after which and before which there is no other such."""
+        ends = [e for e in self.events[request_id] if isinstance(e, Finished | Failed)]
+        assert len(ends) == 1
+        assert self.events[request_id][-1] is ends[0]
+        return ends[0]
 
 
 @pytest.fixture
