@@ -78,10 +78,10 @@ def test_ties_go_to_the_lowest_id() -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(rows(), min_size=1, max_size=5), st.data())
-def test_a_batch_draws_what_its_rows_draw_alone(batch: list[RowSampling], data: st.DataObject) -> None:
+@given(st.lists(rows(), min_size=1, max_size=5), st.sampled_from([mx.float32, mx.bfloat16]), st.data())
+def test_a_batch_draws_what_its_rows_draw_alone(batch: list[RowSampling], dtype: mx.Dtype, data: st.DataObject) -> None:
     steps = 6
-    logits = [logits_for(i, steps) for i in range(len(batch))]
+    logits = [logits_for(i, steps, dtype) for i in range(len(batch))]
     expected = [alone(row, x) for row, x in zip(batch, logits, strict=True)]
     waiting, got = list(range(len(batch))), [[] for _ in batch]
     sampler, here = BatchSampler(), []
