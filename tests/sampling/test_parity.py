@@ -14,7 +14,7 @@ from mlx_lm import sample_utils as oracle
 
 from gnomon.engine.api import SamplingParams
 from gnomon.engine.sampling import BatchSampler, RowSampling, filters
-from gnomon.engine.sampling.randomness import Stream, step_keys
+from gnomon.engine.sampling.randomness import Keys, Stream
 
 DTYPES = [mx.float32, mx.bfloat16, mx.float16]
 VOCAB = 211
@@ -168,5 +168,5 @@ def test_draws_are_mlx_lms_filters_under_gumbel_noise(batch: list[SamplingParams
             row = oracle.apply_xtc(row, p.xtc_probability, p.xtc_threshold, [3])
         if p.top_k:
             row = oracle.apply_top_k(row, p.top_k)
-        noise = mx.random.gumbel((1, VOCAB), key=mx.array(step_keys([i], [0], [0], Stream.TOKEN)[0]))
+        noise = mx.random.gumbel((1, VOCAB), key=mx.array(Keys([i], [0], Stream.TOKEN).at([0])[0]))
         assert got[i] == mx.argmax(row * (1.0 / p.temperature) + noise, axis=-1).item()

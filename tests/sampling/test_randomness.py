@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from gnomon.engine.api import SamplingParams
 from gnomon.engine.sampling import BatchSampler, RowSampling, fresh_seed
-from gnomon.engine.sampling.randomness import Stream, gumbel, step_keys, uniform
+from gnomon.engine.sampling.randomness import Keys, Stream, gumbel, uniform
 
 WORD = (1 << 64) - 1
 
@@ -32,23 +32,23 @@ def test_the_reference_is_splitmix64() -> None:
 
 
 @given(st.integers(-(2**80), 2**80), st.integers(0, 7), st.integers(0, 10**6), st.sampled_from(list(Stream)))
-def test_keys_absorb_seed_choice_step_and_stream_in_turn(seed: int, choice: int, step: int, stream: Stream) -> None:
+def test_keys_absorb_seed_choice_stream_and_step_in_turn(seed: int, choice: int, step: int, stream: Stream) -> None:
     golden = 0x9E3779B97F4A7C15
     state = 0
-    for field in (seed & WORD, choice, step, int(stream)):
+    for field in (seed & WORD, choice, int(stream), step):
         # splitmix adds the increment first, the key schedule xors the field between increment and mixing
         state = splitmix((((state + golden) & WORD) ^ field) - golden & WORD)
-    assert step_keys([seed], [choice], [step], stream).tolist() == [[state >> 32, state & 0xFFFFFFFF]]
+    assert Keys([seed], [choice], stream).at([step]).tolist() == [[state >> 32, state & 0xFFFFFFFF]]
 
 
 def test_no_two_keys_of_a_run_agree() -> None:
     seeds, choices, steps = (a.ravel().tolist() for a in np.meshgrid(range(20), range(8), range(200)))
-    keys = np.concatenate([step_keys(seeds, choices, steps, stream) for stream in Stream])
+    keys = np.concatenate([Keys(seeds, choices, stream).at(steps) for stream in Stream])
     assert len(np.unique(keys, axis=0)) == len(keys)
 
 
 def test_noise_of_a_row_is_mlx_own_for_its_key() -> None:
-    keys = step_keys([1, 2, 3], [0, 0, 1], [9, 5, 5], Stream.TOKEN)
+    keys = Keys([1, 2, 3], [0, 0, 1], Stream.TOKEN).at([9, 5, 5])
     for size in (1, 2, 7, 1000, 1001):
         rows = gumbel(keys, size)
         for i in range(3):
@@ -112,7 +112,7 @@ def test_xtc_applies_as_often_as_asked_and_independently_of_the_token() -> None:
 
 
 def test_uniform_numbers_are_uniform() -> None:
-    numbers = np.array(uniform(step_keys(list(range(4000)), [0] * 4000, [3] * 4000, Stream.XTC)))
+    numbers = np.array(uniform(Keys(range(4000), [0] * 4000, Stream.XTC).at([3] * 4000)))
     assert ((numbers >= 0) & (numbers < 1)).all()
     # 9 degrees of freedom at 1 - 1e-4
     assert chi_square(np.histogram(numbers, 10, (0, 1))[0], np.full(10, 0.1)) < 33.72
