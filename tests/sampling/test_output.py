@@ -26,12 +26,9 @@ class Chunks:
     def token_bytes(self, token: int) -> bytes:
         return b"" if token == EOS else self.chunks[token]
 
-    def piece(self, token: int) -> str:
-        return f"piece{token}"
-
 
 def logprob(token: int) -> TokenLogprob:
-    return TokenLogprob(token, f"piece{token}", -float(token), b"")
+    return TokenLogprob(token, f"token {token}", -float(token), b"")
 
 
 def run(chunks: list[bytes], stops: list[str]) -> tuple[TextOutput, list[Piece]]:
@@ -159,7 +156,8 @@ def test_hidden_tokens_are_delivered_without_text() -> None:
     assert [i for p in pieces for i in p.ids] == ids
 
 
-def test_scores_name_pieces_and_their_bytes() -> None:
+def test_scores_carry_the_text_and_bytes_of_each_token() -> None:
+    ab, part = TopLogprob(1, "ab", -0.5, b"ab"), TopLogprob(0, "\ufffd", -2.0, b"\xe4")
     assert token_logprob(Chunks([b"\xe4", b"ab"]), 1, -0.5, [(1, -0.5), (0, -2.0)]) == TokenLogprob(
-        1, "piece1", -0.5, b"ab", (TopLogprob(1, "piece1", -0.5, b"ab"), TopLogprob(0, "piece0", -2.0, b"\xe4"))
+        1, "ab", -0.5, b"ab", (ab, part)
     )
