@@ -9,11 +9,12 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-import tiny
+from gnomon.models.load import Binding, LoadedModel
 from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
+import tiny
 from gnomon.chat.tokenizer import Tokenizer
 from gnomon.config import EngineConfig
 from gnomon.engine import admission
@@ -24,7 +25,6 @@ from gnomon.engine.engine import Engine
 from gnomon.engine.heart import Heart
 from gnomon.engine.mailbox import Cancel, Mailbox, Submit
 from gnomon.engine.row import Job, ProposerFactory
-from gnomon.models.load import Binding, LoadedModel
 
 EOS = 1
 _DECODER = {"type": "ByteLevel"}

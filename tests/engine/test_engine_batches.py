@@ -8,18 +8,18 @@ from functools import cache
 import mlx.core as mx
 import numpy as np
 import pytest
-import tiny
-from engine_fixtures import Rig, tiny_loaded
+from gnomon.models.load import LoadedModel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx import nn
 from proposers import ERRORS, Oracle
-from solo import GAP_BOUNDS, Solo, solo, ties_until_equal
 
+import tiny
+from engine_fixtures import Rig, tiny_loaded
 from gnomon.config import EngineConfig
 from gnomon.engine.api import Delta, Finished, Request, SamplingParams
-from gnomon.models.load import LoadedModel
 from gnomon.propose import Proposer
+from solo import GAP_BOUNDS, Solo, solo, ties_until_equal
 
 TYPES = ("llama", "qwen3", "qwen3_5", "gemma3", "gemma4", "qwen3_moe", "deepseek_v3", "gpt_oss", "mamba2")
 LENGTHS = (1, 2, 3, 9, 23, 24, 25, 40, 64, 65, 66, 130)

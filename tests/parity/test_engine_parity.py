@@ -8,11 +8,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-import tiny
-from engine_fixtures import Rig, tiny_loaded
 from mlx import nn
 from mlx_lm.generate import generate_step
 
+import tiny
+from engine_fixtures import Rig, tiny_loaded
 from gnomon.config import EngineConfig
 from gnomon.engine.api import Delta, Request, SamplingParams
 
