@@ -191,6 +191,8 @@ class ModelInfo:
     created: int
     batchable: bool = True
     why_not_batchable: str | None = None
+    tier: Literal["L1", "L2", "Lab"] = "L1"
+    """What requests run in whose own fields don't lower it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""One file per endpoint; each has a `router`."""

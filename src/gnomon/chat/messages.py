@@ -1,0 +1,126 @@
+"""Chat messages as requests carry them, made ready for a template without touching the request's own objects."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+
+
+class ChatError(ValueError):
+    """A conversation that can't be rendered. `param` names the field; `code` is `template_error` when the template refused."""
+
+    def __init__(self, message: str, param: str = "messages", code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class Habits:
+    """What a template expects that templates disagree on; found by trying it."""
+
+    developer: bool = False
+    """It knows the role `developer`."""
+    typed_content: bool = False
+    """It reads content as a list of parts only."""
+    text_arguments: bool = False
+    """It wants tool call arguments as JSON text."""
+
+
+def normalise(messages: Sequence[Mapping[str, Any]], habits: Habits = Habits()) -> list[dict[str, Any]]:
+    """Fresh messages for the template: None fields dropped, developer as system, text parts joined, `reasoning` also as
+    `reasoning_content` (an explicit string of that name wins), tool call arguments as objects.
+
+    Raises ChatError naming the field for shapes no template can take.
+    """
+    if not messages:
+        raise ChatError("messages is empty: at least one message is required")
+    return [_message(f"messages[{i}]", message, habits) for i, message in enumerate(messages)]
+
+
+def _message(where: str, message: Mapping[str, Any], habits: Habits) -> dict[str, Any]:
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise ChatError(f"{where}.role is {role!r}: a role's name is required", f"{where}.role")
+    made: dict[str, Any] = {key: plain(value) for key, value in message.items() if value is not None}
+    if role == "developer" and not habits.developer:
+        made["role"] = "system"
+    if "content" in made:
+        text = _text(f"{where}.content", made["content"])
+        made["content"] = [{"type": "text", "text": text}] if habits.typed_content else text
+    if not isinstance(made.get("reasoning_content"), str):
+        made.pop("reasoning_content", None)
+        thought = made.get("thinking", made.get("reasoning"))
+        if isinstance(thought, str):
+            made["reasoning_content"] = thought
+    if isinstance(made.get("reasoning_content"), str):
+        # gpt-oss templates read this name.
+        made.setdefault("thinking", made["reasoning_content"])
+    if "tool_calls" in made:
+        made["tool_calls"] = _calls(f"{where}.tool_calls", made["tool_calls"], habits)
+    return made
+
+
+def _text(where: str, content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ChatError(f"{where} is {type(content).__name__}: a string or a list of parts is required", where)
+    texts: list[str] = []
+    for i, part in enumerate(cast("list[Any]", content)):
+        if isinstance(part, str):
+            texts.append(part)
+            continue
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind not in TEXT_PARTS:
+            raise ChatError(
+                f"{where}[{i}].type is {kind!r}: this model takes text only", f"{where}[{i}]", "unsupported_content"
+            )
+        text = part.get("refusal" if kind == "refusal" else "text")
+        if not isinstance(text, str):
+            raise ChatError(f"{where}[{i}].text is {text!r}: a string is required", f"{where}[{i}].text")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _calls(where: str, calls: Any, habits: Habits) -> list[dict[str, Any]]:
+    if not isinstance(calls, list):
+        raise ChatError(f"{where} is {type(calls).__name__}: a list is required", where)
+    made: list[dict[str, Any]] = []
+    for i, call in enumerate(cast("list[Any]", calls)):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ChatError(f"{where}[{i}].function has no name", f"{where}[{i}].function")
+        arguments = _arguments(function.get("arguments"), habits)
+        made.append({**call, "function": {**function, "arguments": arguments}})
+    return made
+
+
+def _arguments(arguments: Any, habits: Habits) -> Any:
+    if habits.text_arguments:
+        return arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
+    if not isinstance(arguments, str):
+        return arguments or {}
+    try:
+        parsed = json.loads(arguments or "{}")
+    except ValueError:
+        # A model's own bad JSON, sent back as history: the template shows it as it was.
+        return arguments
+    return parsed if isinstance(parsed, dict) else arguments
+
+
+def plain(value: Any) -> Any:
+    """A copy out of plain JSON types, so that a template can reach no method of a richer object."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in cast("Mapping[Any, Any]", value).items()}
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return [plain(item) for item in cast("Sequence[Any]", value)]
+    if isinstance(value, str):
+        return str.__str__(value)
+    return f"<{type(value).__name__}>"

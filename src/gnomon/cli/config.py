@@ -1,0 +1,62 @@
+"""`gnomon config`: every setting, its value and where it came from."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from gnomon.cli._verbs import CommandError
+from gnomon.config import SERVE, Config, settings, with_model_defaults
+
+NAME = "config"
+HELP = "print every setting with its value and origin; takes the flags of serve"
+GROUPS = SERVE
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    config: Config = _with_model(args.config)
+    rows = [(s, getattr(getattr(config, s.group), s.name)) for s in settings(SERVE)]
+    if args.json:
+        shown: dict[str, Any] = {}
+        for s, value in rows:
+            plain = s.show(value) if s.option.secret or s.kind == "path" else value
+            shown[s.dest] = {
+                "value": plain,
+                "origin": str(config.origin(s.group, s.name)),
+                "flag": s.flag,
+                "variable": s.env,
+            }
+        print(json.dumps(shown, indent=2))
+        return 0
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("flag", "value", "origin", "variable"):
+        table.add_column(title, overflow="fold")
+    for s, value in rows:
+        origin = config.origin(s.group, s.name)
+        style = "" if origin.kind == "default" else "bold"
+        table.add_row(s.flag, s.show(value), str(origin), s.env, style=style)
+    Console(soft_wrap=True).print(table)
+    return 0
+
+
+def _with_model(config: Config) -> Config:
+    """The model's defaults too, where the model is a directory given by path (a name would have to be looked up)."""
+    if config.model.wanted is None:
+        return config
+    path = Path(config.model.wanted).expanduser() / "generation_config.json"
+    if not path.is_file():
+        return config
+    try:
+        said = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as e:
+        raise CommandError(f"{path} can't be read: {e}") from e
+    return with_model_defaults(config, said, config.model.wanted)

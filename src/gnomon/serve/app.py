@@ -1,0 +1,75 @@
+"""The application: routes, doors and limits around one engine."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
+
+from gnomon.chat.template import ChatTemplate
+from gnomon.config import HTTPConfig, SamplingDefaults
+from gnomon.engine.api import Engine
+from gnomon.serve import errors, schema
+from gnomon.serve.auth import HostDoor, KeyDoor, OriginDoor
+from gnomon.serve.limits import TRACE_HEADER, RequestFrame
+from gnomon.serve.metrics import Metrics
+from gnomon.serve.preparation import PreparationPool
+from gnomon.serve.routes import chat_completions, completions, health, metrics, models, root, stats
+from gnomon.serve.services import VERSION, Services, Timing, Vocabulary
+
+ROUTES = (chat_completions, completions, models, root, health, stats, metrics)
+EXPOSED = ("x-request-id", TRACE_HEADER, "x-gnomon-tier", "retry-after", "warning")
+
+
+def create_app(
+    engine: Engine,
+    tokenizer: Vocabulary,
+    template: ChatTemplate,
+    http: HTTPConfig,
+    sampling: SamplingDefaults,
+    *,
+    timing: Timing | None = None,
+    owner: str = "gnomon",
+) -> FastAPI:
+    """An ASGI application over `engine`.
+
+    A request passes the frame (ids, head size, counts), the Host and Origin doors, CORS for allowed origins, the key, and then its
+    route. Every refusal has OpenAI's error body. `owner` is what `/v1/models` says of the served model.
+    """
+    app = FastAPI(
+        title="Gnomon",
+        version=VERSION,
+        description="A local language-model server that speaks OpenAI's API.",
+        docs_url=None,
+        redoc_url=None,
+        telemetry={"tracing": False},
+    )
+    app.state.services = services = Services(
+        engine=engine,
+        vocabulary=tokenizer,
+        template=template,
+        sampling=sampling,
+        http=http,
+        timing=timing or Timing(),
+        metrics=Metrics(engine),
+        preparation=PreparationPool(http.preparation_queue),
+        owner=owner,
+    )
+    for module in ROUTES:
+        app.include_router(module.router)
+    errors.install(app)
+    schema.install(app)
+    # The last added is the outermost.
+    app.add_middleware(KeyDoor, keys=http.api_keys)
+    if http.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=http.allowed_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=EXPOSED,
+        )
+    app.add_middleware(OriginDoor, origins=http.allowed_origins)
+    # No browser reaches a unix socket, and its clients write what they like into Host.
+    app.add_middleware(HostDoor, names=("*",) if http.unix else (http.host, *http.allowed_hosts))
+    app.add_middleware(RequestFrame, header_limit=http.header_limit, metrics=services.metrics)
+    return app

@@ -1,0 +1,119 @@
+"""From the engine's thread to the event loop: the events of one HTTP request, bounded, and cancelled when nobody wants them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+from gnomon.engine.api import Delta, Engine, EngineError, Event, Failed, Finished, Progress, Request
+from gnomon.serve.errors import APIError, from_engine
+
+logger = logging.getLogger(__name__)
+
+CAPACITY = 4096
+"""Events that may wait for a client that doesn't read; with one more its request is cancelled."""
+
+
+class EventStream:
+    """The events of the engine requests behind one HTTP request, in the order the engine sent them.
+
+    Leaving the `async with` block, or calling `close`, cancels what is still running: wherever it is, in the queue, in prefill or
+    in decode, the engine gives its row or slot back at the next chunk or step.
+    """
+
+    def __init__(self, engine: Engine, requests: Sequence[Request], capacity: int = CAPACITY) -> None:
+        """Submit the requests, all or none. Must run on the event loop. Raises APIError with the engine's reason."""
+        self._engine = engine
+        self._loop = asyncio.get_running_loop()
+        self._capacity = capacity
+        self._pending: deque[Event] = deque()
+        self._wake = asyncio.Event()
+        self._open: set[str] = set()
+        self._closed = False
+        self._overflowed = False
+        self.submitted_at = time.perf_counter()
+        self.first_token_at: float | None = None
+        self.progress: dict[str, Progress] = {}
+        try:
+            for request in requests:
+                engine.submit(request, self._sink)
+                self._open.add(request.id)
+        except EngineError as error:
+            self.close()
+            raise from_engine(error) from error
+
+    @property
+    def ended(self) -> bool:
+        """Every request has had its last event, and all events were read."""
+        return not self._open and not self._pending
+
+    def _sink(self, event: Event) -> None:
+        # On the engine thread.
+        try:
+            self._loop.call_soon_threadsafe(self._receive, event)
+        except RuntimeError:
+            logger.debug("event of %s after the loop closed", event.request_id)
+
+    def _receive(self, event: Event) -> None:
+        if isinstance(event, Finished | Failed):
+            self._open.discard(event.request_id)
+        if self._closed or self._overflowed:
+            return
+        if isinstance(event, Progress):
+            self.progress[event.request_id] = event
+            return
+        if isinstance(event, Delta) and self.first_token_at is None:
+            self.first_token_at = time.perf_counter()
+        if len(self._pending) >= self._capacity:
+            self._overflowed = True
+            self._pending.clear()
+            self._cancel()
+        else:
+            self._pending.append(event)
+        self._wake.set()
+
+    async def next(self, timeout: float | None = None) -> list[Event]:
+        """All events that wait, at least one; none after `timeout` seconds of silence, or when every request has ended.
+
+        Raises APIError when the reader fell so far behind that its request was cancelled.
+        """
+        if not (self._pending or self._overflowed or self.ended):
+            self._wake.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout):
+                    await self._wake.wait()
+        if self._overflowed:
+            raise APIError(
+                503,
+                f"the client reads too slowly: more than {self._capacity} events waited for it, and its request was cancelled",
+                type="server_error",
+                code="client_too_slow",
+            )
+        events = list(self._pending)
+        self._pending.clear()
+        return events
+
+    def _cancel(self) -> None:
+        for request_id in tuple(self._open):
+            self._engine.cancel(request_id)
+
+    def close(self) -> None:
+        """Cancel what still runs and drop what waits. May be called again."""
+        if not self._closed:
+            self._closed = True
+            self._pending.clear()
+            self._cancel()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

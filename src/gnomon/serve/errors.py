@@ -1,0 +1,176 @@
+"""Failures a client hears of: one exception, and how it becomes a response. Messages name the field, the value and the limit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from typing import Any, cast
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from gnomon.engine.api import EngineError, EngineUnavailable, Failed, InvalidRequest, QueueFull
+from gnomon.serve.wire.errors import ErrorBody
+
+SHOWN = 80
+"""Characters of an offending value that a message repeats."""
+
+
+class APIError(Exception):
+    """A request that gets an error in place of an answer."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.type = type
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> ErrorBody:
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body, self.status, self.headers)
+
+
+class ClientDisconnected(Exception):
+    """The client left before its answer was complete; nobody reads what is sent now."""
+
+
+def invalid(message: str, param: str | None = None, code: str | None = None) -> APIError:
+    """A request with a field that can't be honoured: 400."""
+    return APIError(400, message, param=param, code=code)
+
+
+def too_many(message: str, retry_after: int, code: str = "queue_full") -> APIError:
+    """More requests wait than may: 429 with Retry-After in seconds."""
+    return APIError(
+        429, message, type="rate_limit_error", code=code, headers={"retry-after": str(max(1, int(retry_after)))}
+    )
+
+
+def unavailable(message: str) -> APIError:
+    """The engine is draining or gone: 503."""
+    return APIError(503, message, type="server_error", code="engine_unavailable", headers={"retry-after": "5"})
+
+
+def internal(
+    message: str = "internal error: the server's log has the details", code: str = "internal_error"
+) -> APIError:
+    return APIError(500, message, type="server_error", code=code)
+
+
+def from_engine(error: EngineError) -> APIError:
+    """What a request refused by the engine gets."""
+    message = str(error)
+    if isinstance(error, QueueFull):
+        return too_many(message, error.retry_after)
+    if isinstance(error, EngineUnavailable):
+        return unavailable(message)
+    if isinstance(error, InvalidRequest):
+        return invalid(message, error.param, error.code)
+    return internal(message, "engine_error")
+
+
+def from_failed(event: Failed) -> APIError:
+    """What a request that failed after it was admitted gets."""
+    if event.fatal:
+        return APIError(503, event.message, type="server_error", code=event.code)
+    return internal(event.message, event.code)
+
+
+def show(value: Any) -> str:
+    """A value as JSON, cut to a readable length. Never raises, whatever the client sent."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, default=repr)
+    except (ValueError, RecursionError):  # integers beyond the interpreter's digit limit; nesting beyond its stack
+        text = f"a {type(value).__name__} too large to show"
+    return text if len(text) <= SHOWN else text[: SHOWN - 1] + "…"
+
+
+def path_of(loc: Sequence[int | str]) -> str:
+    """`("messages", 0, "role")` → `messages[0].role`."""
+    path = ""
+    for part in loc:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
+    return path
+
+
+_TYPES = {
+    "bool_type": "bool",
+    "int_type": "int",
+    "int_from_float": "int",
+    "float_type": "float",
+    "string_type": "str",
+    "list_type": "list",
+    "dict_type": "object",
+    "model_type": "object",
+    "model_attributes_type": "object",
+}
+
+
+def _describe(error: ErrorDetails) -> str:
+    kind, value, about = error["type"], show(error["input"]), error.get("ctx", {})
+    if kind == "missing":
+        return "is required"
+    if kind in _TYPES:
+        return f"must be of type {_TYPES[kind]}, got {value}"
+    if kind == "greater_than_equal":
+        return f"must be at least {about['ge']:.12g}, got {value}"
+    if kind == "less_than_equal":
+        return f"must be at most {about['le']:.12g}, got {value}"
+    if kind == "finite_number":
+        return f"must be a finite number, got {value}"
+    if kind == "literal_error":
+        return f"must be one of {about['expected']}, got {value}"
+    return f"is not valid: {error['msg']}, got {value}"
+
+
+def from_validation(error: ValidationError) -> APIError:
+    """The first thing wrong with a body, in the words of mlx-lm's server where it has some."""
+    first = error.errors(include_url=False)[0]
+    param = path_of(first["loc"])
+    return invalid(f"{param} {_describe(first)}", param)
+
+
+def install(app: FastAPI) -> None:
+    """Give the refusals of routes, unknown routes and wrong methods the error body."""
+
+    async def refused(_: Request, error: Exception) -> Response:
+        return cast("APIError", error).response()
+
+    async def gone(_: Request, __: Exception) -> Response:
+        return Response(status_code=499)
+
+    async def http(request: Request, error: Exception) -> Response:
+        error = cast("HTTPException", error)
+        if error.status_code == 404:
+            message, code = f"no such route: {request.method} {request.url.path}", "unknown_route"
+        elif error.status_code == 405:
+            allowed = (error.headers or {}).get("allow", "")
+            message = f"method {request.method} is not allowed for {request.url.path}; allowed: {allowed}"
+            code = "method_not_allowed"
+        else:
+            message, code = str(error.detail or HTTPStatus(error.status_code).phrase), None
+        return APIError(error.status_code, message, code=code, headers=error.headers).response()
+
+    app.add_exception_handler(APIError, refused)
+    app.add_exception_handler(ClientDisconnected, gone)
+    app.add_exception_handler(HTTPException, http)

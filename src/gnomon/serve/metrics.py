@@ -1,0 +1,142 @@
+"""Counts and times, for `/metrics` in Prometheus' text and for `/stats` as JSON. One registry per application."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from gnomon.engine.api import Engine, Usage
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+RECENT = 512
+"""Requests that the percentiles of `/stats` look back on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """Times of one answered request, in seconds."""
+
+    queue: float
+    first_token: float
+    total: float
+
+
+def numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """The numbers in nested mappings, under names joined with `_`."""
+    for key, value in values.items():
+        name = f"{prefix}_{key}" if prefix else key
+        if isinstance(value, Mapping):
+            yield from numbers(value, name)
+        elif isinstance(value, int | float):  # bool counts as 0 or 1
+            yield name, float(value)
+
+
+class EngineCollector(Collector):
+    """The engine's own stats, read when someone asks."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def collect(self) -> Iterable[Metric]:
+        health = self.engine.health()
+        yield GaugeMetricFamily("gnomon_engine_up", "1 while the engine's loop turns", value=health.state == "ok")
+        yield GaugeMetricFamily(
+            "gnomon_engine_beat_age_seconds", "time since the engine's loop last turned", value=health.beat_age
+        )
+        for name, value in numbers(self.engine.stats()):
+            full = "gnomon_engine_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
+            yield GaugeMetricFamily(full, f"{name} of the engine", value=value)
+
+
+class Metrics:
+    """What the HTTP side counts. Written on the event loop only."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.registry = registry = CollectorRegistry()
+        self.requests = Counter(
+            "gnomon_http_requests", "HTTP requests answered", ("method", "route", "status"), registry=registry
+        )
+        self.seconds = Histogram(
+            "gnomon_http_request_seconds", "time to the response's end", ("route",), registry=registry, buckets=_SECONDS
+        )
+        self.outcomes = Counter(
+            "gnomon_generations",
+            "generations by how they ended: completed, failed or cancelled",
+            ("endpoint", "outcome"),
+            registry=registry,
+        )
+        self.streams = Gauge("gnomon_generations_open", "generations under way", registry=registry)
+        self.prompt_tokens = Counter("gnomon_prompt_tokens", "prompt tokens of completed requests", registry=registry)
+        self.cached_tokens = Counter("gnomon_cached_tokens", "of them reused from a cache", registry=registry)
+        self.completion_tokens = Counter("gnomon_completion_tokens", "tokens generated", registry=registry)
+        self.first_token = Histogram(
+            "gnomon_first_token_seconds", "from submission to the first token", registry=registry, buckets=_SECONDS
+        )
+        self.queued = Histogram("gnomon_queue_seconds", "wait for a row", registry=registry, buckets=_SECONDS)
+        self.prefill = Histogram("gnomon_prefill_seconds", "time in prefill", registry=registry, buckets=_SECONDS)
+        self.decode = Histogram("gnomon_decode_seconds", "time in decode", registry=registry, buckets=_SECONDS)
+        self.recent: deque[Latency] = deque(maxlen=RECENT)
+        self.counts = {"completed": 0, "failed": 0, "cancelled": 0}
+        self.open = 0
+        registry.register(EngineCollector(engine))
+
+    def request(self, method: str, route: str, status: int, seconds: float) -> None:
+        # Methods are the client's words: unknown ones must not become label values without end.
+        known = method if method in ("GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH") else "other"
+        self.requests.labels(known, route, str(status)).inc()
+        self.seconds.labels(route).observe(seconds)
+
+    def opened(self) -> None:
+        self.open += 1
+        self.streams.inc()
+
+    def ended(self, endpoint: str, outcome: str) -> None:
+        self.open -= 1
+        self.streams.dec()
+        self.counts[outcome] += 1
+        self.outcomes.labels(endpoint, outcome).inc()
+
+    def usage(self, usage: Usage) -> None:
+        self.prompt_tokens.inc(usage.prompt_tokens)
+        self.cached_tokens.inc(usage.cached_tokens)
+        self.completion_tokens.inc(usage.completion_tokens)
+        self.queued.observe(usage.queue_seconds)
+        self.prefill.observe(usage.prefill_seconds)
+        self.decode.observe(usage.decode_seconds)
+
+    def latency(self, latency: Latency) -> None:
+        self.first_token.observe(latency.first_token)
+        self.recent.append(latency)
+
+    def text(self) -> bytes:
+        """Prometheus' text format."""
+        return generate_latest(self.registry)
+
+    def summary(self) -> dict[str, Any]:
+        """Percentiles over the recent requests, in milliseconds; null without any."""
+        recent = list(self.recent)
+        return {
+            "requests": len(recent),
+            "queue_ms": _percentiles([one.queue for one in recent]),
+            "first_token_ms": _percentiles([one.first_token for one in recent]),
+            "total_ms": _percentiles([one.total for one in recent]),
+        }
+
+
+def _percentiles(seconds: list[float]) -> dict[str, float | None]:
+    """Nearest-rank percentiles."""
+    ordered = sorted(seconds)
+    if not ordered:
+        return {"p50": None, "p95": None, "max": None}
+
+    def at(percent: int) -> float:
+        return round(ordered[max(0, -(-len(ordered) * percent // 100) - 1)] * 1e3, 3)
+
+    return {"p50": at(50), "p95": at(95), "max": at(100)}

@@ -1,0 +1,68 @@
+"""What is checked and computed of a request before the engine sees it, shared by the generating routes. Runs off the event loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gnomon.engine.api import Request
+from gnomon.serve.errors import invalid, show
+from gnomon.serve.services import Services
+from gnomon.serve.wire.sampling import SamplingFields
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A request ready for the engine, whatever its route: `requests` share the HTTP response."""
+
+    id: str
+    created: int
+    requests: tuple[Request, ...]
+    stream: bool
+    usage: bool
+    tier: str
+    warnings: tuple[str, ...] = ()
+
+    def headers(self, tier: str | None = None) -> dict[str, str]:
+        headers = {"x-gnomon-tier": tier or self.tier}
+        if self.warnings:
+            headers["warning"] = ", ".join(f'299 gnomon "{text}"' for text in self.warnings)
+        return headers
+
+
+def check_ids(ids: Sequence[object], vocab_size: int, param: str) -> tuple[int, ...]:
+    """Token ids within the vocabulary. Raises APIError 400."""
+    checked: list[int] = []
+    for one in ids:
+        if type(one) is not int:
+            raise invalid(f"{param} must hold token ids of type int, got {show(one)}", param)
+        if not 0 <= one < vocab_size:
+            raise invalid(f"{param}: token id {show(one)} must be at least 0 and at most {vocab_size - 1}", param)
+        checked.append(one)
+    return tuple(checked)
+
+
+def room(services: Services, length: int, cap: int | None, param: str) -> int | None:
+    """The most tokens to generate after a prompt of `length`: what was asked for or the default, and what the context has room for.
+
+    Raises APIError 400 when the prompt leaves no room for a token.
+    """
+    wanted = cap if cap is not None else services.sampling.max_tokens
+    context = services.engine.model.context_length
+    if length == 0:
+        raise invalid(f"{param} must not be empty: it renders to no token", param)
+    if context is None:
+        return wanted
+    if length >= context:
+        raise invalid(
+            f"{param} has {length} tokens; the context of {services.engine.model.id} is {context} tokens, and one must be left "
+            "for the answer",
+            param,
+            "context_length_exceeded",
+        )
+    return min(wanted or context, context - length)
+
+
+def tier(services: Services, fields: SamplingFields) -> str:
+    """The tier a request will run in, as far as can be told before it does: tone-curve sampling has no oracle outside."""
+    return "Lab" if fields.tone_curve(services.sampling) is not None else services.engine.model.tier

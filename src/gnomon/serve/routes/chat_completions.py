@@ -1,0 +1,200 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Request
+from fastapi.responses import JSONResponse
+from starlette.responses import Response
+
+from gnomon.chat.messages import ChatError
+from gnomon.chat.reasoning import Splitter
+from gnomon.engine import api
+from gnomon.serve.body import parse, read_body, until_disconnect
+from gnomon.serve.errors import APIError, internal, invalid
+from gnomon.serve.generation import Generation, Piece
+from gnomon.serve.prepare import Job, room, tier
+from gnomon.serve.schema import json_body
+from gnomon.serve.services import FINGERPRINT, Services, services_of
+from gnomon.serve.sse import DONE, PING, EventSourceResponse, frame
+from gnomon.serve.wire.chat import ChatChunk, ChatCompletion, ChatDelta, ChatMessage, ChatRequest
+from gnomon.serve.wire.logprobs import ChatLogprobs, chat_logprobs
+from gnomon.serve.wire.messages import template_messages, template_tools
+from gnomon.serve.wire.usage import usage_body
+
+logger = logging.getLogger(__name__)
+router = APIRouter()
+
+TOOLS_WARNING = "tools are in the prompt, but calls are not parsed: a call the model makes is text in content"
+
+
+@dataclass(frozen=True, slots=True)
+class ChatJob:
+    """A conversation ready for the engine."""
+
+    job: Job
+    splitter: Callable[[], Splitter]
+    logprobs: bool
+
+
+def prepare(body: bytes, services: Services, trace_id: str) -> ChatJob:
+    """Parse, check, render and tokenise. Raises APIError 400 naming what can't be honoured."""
+    request = parse(ChatRequest, body)
+    request.refuse_unsupported()
+    model = services.engine.model
+    template = services.template
+    messages = template_messages(request.messages, model.id)
+    offered = request.offered_tools()
+    stop, logprobs = request.stops(), request.wanted_logprobs()
+    try:
+        kwargs = template.thinking_kwargs(
+            request.chat_template_kwargs, request.reasoning_effort, services.sampling.thinking
+        )
+        rendered = template.render(messages, template_tools(offered), **kwargs)
+    except ChatError as error:
+        raise invalid(str(error), error.param, error.code) from error
+    name = f"chatcmpl-{uuid.uuid4().hex}"
+    engine_request = api.Request(
+        id=name,
+        prompt=tuple(rendered.ids),
+        sampling=request.sampling(services.sampling, model.vocab_size, logprobs, rendered.thinking),
+        max_tokens=room(services, len(rendered.ids), request.cap, "messages"),
+        stop=stop,
+        ignore_eos=bool(request.ignore_eos),
+        n=request.n or 1,
+        trace_id=trace_id,
+    )
+    job = Job(
+        id=name,
+        created=int(time.time()),
+        requests=(engine_request,),
+        stream=bool(request.stream),
+        usage=request.wants_usage,
+        tier=tier(services, request),
+        warnings=(TOOLS_WARNING,) if offered else (),
+    )
+    return ChatJob(job, lambda: template.splitter(rendered.generation_prompt), logprobs is not None)
+
+
+@router.post("/v1/chat/completions", response_model=ChatCompletion, openapi_extra=json_body(ChatRequest))
+async def create(request: Request, services: Annotated[Services, Depends(services_of)]) -> Response:
+    """Continue a conversation."""
+    body = await read_body(request, services.http.body_limit, services.timing.read)
+    return await until_disconnect(request, answer(body, services, request.state.trace_id))
+
+
+async def answer(body: bytes, services: Services, trace_id: str) -> Response:
+    prepared = await services.preparation.run(lambda: prepare(body, services, trace_id))
+    job = prepared.job
+    generation = Generation(services, "chat", job.requests, prepared.splitter)
+    if job.stream:
+        return EventSourceResponse(
+            frames(generation, prepared, services), generation.close, services.timing.write, job.headers()
+        )
+    try:
+        completion = await complete(generation, prepared, services)
+    finally:
+        generation.close()
+    return JSONResponse(completion, headers=job.headers(completion["usage"]["tier"]))
+
+
+async def complete(generation: Generation, prepared: ChatJob, services: Services) -> ChatCompletion:
+    """The whole answer at once."""
+    made: list[list[Piece]] = [[] for _ in range(generation.choices)]
+    async for pieces in generation.pieces():
+        for piece in pieces or ():
+            made[piece.index].append(piece)
+    return {
+        "id": prepared.job.id,
+        "object": "chat.completion",
+        "created": prepared.job.created,
+        "model": services.engine.model.id,
+        "system_fingerprint": FINGERPRINT,
+        "choices": [
+            {
+                "index": index,
+                "message": _message(pieces),
+                "logprobs": _logprobs(prepared, pieces),
+                "finish_reason": pieces[-1].finish or "stop",
+            }
+            for index, pieces in enumerate(made)
+        ],
+        "usage": usage_body(generation.usages, generation.reasoning_tokens),
+    }
+
+
+def _message(pieces: list[Piece]) -> ChatMessage:
+    message: ChatMessage = {
+        "role": "assistant",
+        "content": "".join(piece.content for piece in pieces),
+        "refusal": None,
+    }
+    reasoning = "".join(piece.reasoning for piece in pieces)
+    if reasoning:
+        message["reasoning_content"] = message["reasoning"] = reasoning
+    return message
+
+
+def _logprobs(prepared: ChatJob, pieces: list[Piece]) -> ChatLogprobs | None:
+    return chat_logprobs([one for piece in pieces for one in piece.logprobs]) if prepared.logprobs else None
+
+
+async def frames(generation: Generation, prepared: ChatJob, services: Services) -> AsyncGenerator[bytes]:
+    """The answer as server-sent events; a failure becomes the last of them."""
+    try:
+        for index in range(generation.choices):
+            yield frame(_chunk(prepared, services, index, {"role": "assistant", "content": "", "refusal": None}))
+        async for pieces in generation.pieces(services.timing.keep_alive):
+            if pieces is None:
+                yield PING
+            else:
+                yield b"".join(frame(chunk) for piece in pieces for chunk in _chunks(prepared, services, piece))
+        if prepared.job.usage:
+            last = _chunk(prepared, services, None, {})
+            last["usage"] = usage_body(generation.usages, generation.reasoning_tokens)
+            yield frame(last)
+        yield DONE
+    except APIError as error:
+        yield frame(error.body)
+    except Exception:  # the status is sent: whatever it is, this request alone hears of it here
+        logger.exception("stream %s failed", prepared.job.id)
+        yield frame(internal().body)
+
+
+def _chunks(prepared: ChatJob, services: Services, piece: Piece) -> list[ChatChunk]:
+    """Reasoning and content go apart, reasoning first; log-probabilities with the first; the finish alone, as OpenAI sends it."""
+    deltas: list[ChatDelta] = []
+    if piece.reasoning:
+        deltas.append({"reasoning_content": piece.reasoning, "reasoning": piece.reasoning})
+    if piece.content or (piece.logprobs and not deltas):
+        deltas.append({"content": piece.content})
+    chunks = [_chunk(prepared, services, piece.index, delta) for delta in deltas]
+    if chunks and prepared.logprobs:
+        chunks[0]["choices"][0]["logprobs"] = chat_logprobs(piece.logprobs)
+    if piece.finish is not None:
+        chunks.append(_chunk(prepared, services, piece.index, {}, piece.finish))
+    return chunks
+
+
+def _chunk(
+    prepared: ChatJob, services: Services, index: int | None, delta: ChatDelta, finish: str | None = None
+) -> ChatChunk:
+    chunk: ChatChunk = {
+        "id": prepared.job.id,
+        "object": "chat.completion.chunk",
+        "created": prepared.job.created,
+        "model": services.engine.model.id,
+        "system_fingerprint": FINGERPRINT,
+        "choices": [],
+    }
+    if index is not None:
+        chunk["choices"] = [{"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}]
+    if prepared.job.usage:
+        chunk["usage"] = None
+    return chunk

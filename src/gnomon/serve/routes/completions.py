@@ -1,0 +1,182 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Request
+from fastapi.responses import JSONResponse
+from starlette.responses import Response
+
+from gnomon.engine import api
+from gnomon.engine.api import TokenLogprob
+from gnomon.serve.body import parse, read_body, until_disconnect
+from gnomon.serve.errors import APIError, internal
+from gnomon.serve.generation import Generation, Piece
+from gnomon.serve.prepare import Job, check_ids, room, tier
+from gnomon.serve.schema import json_body
+from gnomon.serve.services import FINGERPRINT, Services, services_of
+from gnomon.serve.sse import DONE, PING, EventSourceResponse, frame
+from gnomon.serve.wire.completions import Completion, CompletionChoice, CompletionRequest
+from gnomon.serve.wire.logprobs import LegacyLogprobs, MLXLogprobs, legacy_logprobs, mlx_logprobs
+from gnomon.serve.wire.usage import usage_body, weakest
+
+logger = logging.getLogger(__name__)
+router = APIRouter()
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionJob:
+    """Prompts ready for the engine. `logprobs` is None, or how many of the most likely tokens are told; `legacy` their shape."""
+
+    job: Job
+    logprobs: int | None
+    legacy: bool
+
+
+def prepare(body: bytes, services: Services, trace_id: str) -> CompletionJob:
+    """Parse, check and tokenise. Raises APIError 400 naming what can't be honoured."""
+    request = parse(CompletionRequest, body)
+    request.refuse_unsupported()
+    model = services.engine.model
+    prompts = request.prompts()
+    stop, logprobs = request.stops(), request.wanted_logprobs()
+    # Without a template nothing says whether the model thinks: a model's own temperature holds as it is.
+    sampling = request.sampling(services.sampling, model.vocab_size, logprobs, thinking=True)
+    name = f"cmpl-{uuid.uuid4().hex}"
+    requests: list[api.Request] = []
+    for index, prompt in enumerate(prompts):
+        param = "prompt" if len(prompts) == 1 else f"prompt[{index}]"
+        ids = (
+            tuple(services.vocabulary.encode(prompt, special=True))
+            if isinstance(prompt, str)
+            else check_ids(prompt, model.vocab_size, param)
+        )
+        requests.append(
+            api.Request(
+                id=name if len(prompts) == 1 else f"{name}-{index}",
+                prompt=ids,
+                sampling=sampling,
+                max_tokens=room(services, len(ids), request.max_tokens, param),
+                stop=stop,
+                ignore_eos=bool(request.ignore_eos),
+                n=request.n or 1,
+                trace_id=trace_id,
+            )
+        )
+    job = Job(
+        id=name,
+        created=int(time.time()),
+        requests=tuple(requests),
+        stream=bool(request.stream),
+        usage=request.wants_usage,
+        tier=tier(services, request),
+    )
+    return CompletionJob(job, logprobs, request.legacy_logprobs)
+
+
+@router.post("/v1/completions", response_model=Completion, openapi_extra=json_body(CompletionRequest))
+async def create(request: Request, services: Annotated[Services, Depends(services_of)]) -> Response:
+    """Continue raw prompts."""
+    body = await read_body(request, services.http.body_limit, services.timing.read)
+    return await until_disconnect(request, answer(body, services, request.state.trace_id))
+
+
+async def answer(body: bytes, services: Services, trace_id: str) -> Response:
+    prepared = await services.preparation.run(lambda: prepare(body, services, trace_id))
+    job = prepared.job
+    generation = Generation(services, "completions", job.requests)
+    if job.stream:
+        return EventSourceResponse(
+            frames(generation, prepared, services), generation.close, services.timing.write, job.headers()
+        )
+    try:
+        completion = await complete(generation, prepared, services)
+    finally:
+        generation.close()
+    return JSONResponse(completion, headers=job.headers(weakest([usage.tier for usage in generation.usages])))
+
+
+async def complete(generation: Generation, prepared: CompletionJob, services: Services) -> Completion:
+    """The whole answer at once."""
+    made: list[list[Piece]] = [[] for _ in range(generation.choices)]
+    async for pieces in generation.pieces():
+        for piece in pieces or ():
+            made[piece.index].append(piece)
+    completion = _completion(prepared, services)
+    completion["usage"] = usage_body(generation.usages)
+    completion["choices"] = [
+        {
+            "index": index,
+            "text": "".join(piece.content for piece in pieces),
+            "logprobs": _logprobs(prepared, services, [one for piece in pieces for one in piece.logprobs], 0),
+            "finish_reason": pieces[-1].finish,
+        }
+        for index, pieces in enumerate(made)
+    ]
+    return completion
+
+
+async def frames(generation: Generation, prepared: CompletionJob, services: Services) -> AsyncGenerator[bytes]:
+    """The answer as server-sent events; a failure becomes the last of them."""
+    offsets = [0] * generation.choices
+    try:
+        async for pieces in generation.pieces(services.timing.keep_alive):
+            if pieces is None:
+                yield PING
+            else:
+                yield b"".join(frame(_chunk(prepared, services, piece, offsets)) for piece in pieces)
+        if prepared.job.usage:
+            last = _completion(prepared, services)
+            last["usage"] = usage_body(generation.usages)
+            yield frame(last)
+        yield DONE
+    except APIError as error:
+        yield frame(error.body)
+    except Exception:  # the status is sent: whatever it is, this request alone hears of it here
+        logger.exception("stream %s failed", prepared.job.id)
+        yield frame(internal().body)
+
+
+def _chunk(prepared: CompletionJob, services: Services, piece: Piece, offsets: list[int]) -> Completion:
+    """A chunk with what is new; `offsets` counts the characters of each choice's tokens so far."""
+    chunk = _completion(prepared, services)
+    choice: CompletionChoice = {
+        "index": piece.index,
+        "text": piece.content,
+        "logprobs": _logprobs(prepared, services, piece.logprobs, offsets[piece.index]) if piece.logprobs else None,
+        "finish_reason": piece.finish,
+    }
+    offsets[piece.index] += sum(len(one.token) for one in piece.logprobs)
+    chunk["choices"] = [choice]
+    if prepared.job.usage:
+        chunk["usage"] = None
+    return chunk
+
+
+def _completion(prepared: CompletionJob, services: Services) -> Completion:
+    return {
+        "id": prepared.job.id,
+        "object": "text_completion",
+        "created": prepared.job.created,
+        "model": services.engine.model.id,
+        "system_fingerprint": FINGERPRINT,
+        "choices": [],
+    }
+
+
+def _logprobs(
+    prepared: CompletionJob, services: Services, tokens: Sequence[TokenLogprob], offset: int
+) -> LegacyLogprobs | MLXLogprobs | None:
+    if prepared.logprobs is None:
+        return None
+    if prepared.legacy:
+        return legacy_logprobs(tokens, prepared.logprobs, offset)
+    piece = services.vocabulary.piece
+    pieces = [[piece(one.id), *(piece(top.id) for top in one.top)] for one in tokens] if prepared.logprobs else []
+    return mlx_logprobs(tokens, prepared.logprobs, pieces)

@@ -1,0 +1,22 @@
+"""GET /v1: who answers here."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Request
+
+from gnomon.serve.services import VERSION, Services, services_of
+from gnomon.serve.wire.models import RootBody
+
+router = APIRouter()
+NAME = "gnomon"
+
+
+@router.get("/v1")
+async def root(request: Request, services: Annotated[Services, Depends(services_of)]) -> RootBody:
+    """Name, version, model and endpoints; also what tells a starting server that the port is taken."""
+    endpoints: set[str] = set()
+    for path, operations in request.app.openapi()["paths"].items():
+        endpoints |= {f"{method.upper()} {path}" for method in operations}
+    return {"name": NAME, "version": VERSION, "model": services.engine.model.id, "endpoints": sorted(endpoints)}

@@ -1,0 +1,34 @@
+"""GET /stats: the engine's counters, and the HTTP side's."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends
+
+from gnomon.serve.services import Services, services_of
+
+router = APIRouter()
+
+
+@router.get("/stats")
+async def stats(services: Annotated[Services, Depends(services_of)]) -> dict[str, Any]:
+    """Sections as plain JSON; those of the engine come from the engine."""
+    health, preparation, metrics = services.engine.health(), services.preparation, services.metrics
+    return {
+        "server": {
+            "owner": services.owner,
+            "model": services.engine.model.id,
+            "started_at": int(services.started_at),
+        },
+        **services.engine.stats(),
+        "engine": {"state": health.state, "beat_age_ms": round(health.beat_age * 1e3, 3), "message": health.message},
+        "generations": {"open": metrics.open, **metrics.counts},
+        "preparation": {
+            "running": preparation.running,
+            "waiting": preparation.waiting,
+            "limit": preparation.limit,
+            "workers": preparation.workers,
+        },
+        "latency": metrics.summary(),
+    }

@@ -1,0 +1,66 @@
+"""What the routes work with: one object per application, made once."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Protocol, cast
+
+from fastapi import Request
+
+from gnomon.chat.template import ChatTemplate
+from gnomon.config import HTTPConfig, SamplingDefaults
+from gnomon.engine.api import Engine
+from gnomon.serve.metrics import Metrics
+from gnomon.serve.preparation import PreparationPool
+
+VERSION = version("gnomon")
+FINGERPRINT = f"gnomon-{VERSION}"
+
+
+class Vocabulary(Protocol):
+    """What raw prompts need of `gnomon.chat.tokenizer.Tokenizer`."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def encode(self, text: str, *, special: bool = ...) -> list[int]:
+        """Token ids of `text`, with the tokens that the tokenizer itself adds when `special`."""
+        ...
+
+    def piece(self, token: int) -> str:
+        """The vocabulary's own spelling of a token."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Waits of the HTTP side, in seconds."""
+
+    keep_alive: float = 10.0
+    """Silence in a stream after which a comment is sent."""
+    write: float = 60.0
+    """How long a client may take no data before it is dropped."""
+    read: float = 60.0
+    """How long a request body may pause."""
+
+
+@dataclass(slots=True)
+class Services:
+    """Held in `app.state.services`."""
+
+    engine: Engine
+    vocabulary: Vocabulary
+    template: ChatTemplate
+    sampling: SamplingDefaults
+    http: HTTPConfig
+    timing: Timing
+    metrics: Metrics
+    preparation: PreparationPool
+    owner: str
+    started_at: float = field(default_factory=time.time)
+
+
+def services_of(request: Request) -> Services:
+    return cast("Services", request.app.state.services)

@@ -1,0 +1,81 @@
+"""Server-sent events as OpenAI's clients read them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, Callable, Mapping
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from gnomon.serve.body import disconnected
+
+logger = logging.getLogger(__name__)
+
+DONE = b"data: [DONE]\n\n"
+PING = b": ping\n\n"
+"""A comment, which clients skip: keeps the connection open, and finds out whether it still is."""
+ABORT = "gnomon.abort"
+"""Key of `scope["state"]` under which the server puts a function that drops the connection at once."""
+
+
+def encode(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+
+
+def frame(value: Mapping[str, Any]) -> bytes:
+    return f"data: {encode(value)}\n\n".encode()
+
+
+class EventSourceResponse(Response):
+    """Sends frames as they come, and ends at once when the client leaves or doesn't take a frame for `write_timeout` seconds.
+
+    `close` is called exactly once, however it ends, even if no frame was ever asked for.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        frames: AsyncGenerator[bytes],
+        close: Callable[[], None],
+        write_timeout: float,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})})
+        # The base class knows an empty body's length; a stream has none.
+        del self.headers["content-length"]
+        self.frames = frames
+        self.close = close
+        self.write_timeout = write_timeout
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        writer = asyncio.ensure_future(self._write(scope, send))
+        listener = asyncio.ensure_future(disconnected(receive))
+        try:
+            await asyncio.wait({writer, listener}, return_when=asyncio.FIRST_COMPLETED)
+            if writer.done():
+                writer.result()
+        finally:
+            self.close()
+            listener.cancel()
+            writer.cancel()
+            await asyncio.gather(writer, listener, return_exceptions=True)
+            await self.frames.aclose()
+
+    async def _write(self, scope: Scope, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            async for part in self.frames:
+                async with asyncio.timeout(self.write_timeout):
+                    await send({"type": "http.response.body", "body": part, "more_body": True})
+        except TimeoutError:
+            logger.warning("client took no data for %g s: dropped", self.write_timeout)
+            abort: Callable[[], None] | None = scope.get("state", {}).get(ABORT)
+            if abort is not None:
+                abort()
+            return
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

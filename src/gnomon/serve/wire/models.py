@@ -1,0 +1,36 @@
+"""`/v1/models`, `/v1` and `/health`."""
+
+from __future__ import annotations
+
+from typing import Literal, NotRequired, TypedDict
+
+
+class ModelBody(TypedDict):
+    """OpenAI's fields, then Gnomon's. `context_window` is in tokens and null when the model doesn't say."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    context_window: int | None
+    reasoning: bool
+    vision: bool
+    model_type: str
+    size_bytes: int
+
+
+class ModelList(TypedDict):
+    object: Literal["list"]
+    data: list[ModelBody]
+
+
+class RootBody(TypedDict):
+    name: str
+    version: str
+    model: str
+    endpoints: list[str]
+
+
+class HealthBody(TypedDict):
+    status: str
+    reason: NotRequired[str]
