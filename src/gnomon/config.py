@@ -21,7 +21,7 @@ from typing import Any, Literal, Union, cast
 
 import platformdirs
 
-from gnomon.engine.api import HLG, HLGPivot
+from gnomon.engine.api import HLG, HLGPivot, SamplingParams
 
 KiB, MiB = 1 << 10, 1 << 20
 GB = 10**9
@@ -97,7 +97,6 @@ class EngineConfig:
         unit="tokens",
         env_aliases=("GNOMON_RD_PREFILL_CHUNK",),
     )
-    prefill_tail_split: bool = option(True, "the last prompt token runs alone as the first decode step")
     early_first_token: bool = option(True, "deliver the first token before the next step is built")
     pipeline: bool = option(True, "read tokens back one step behind whenever no row needs its token sooner")
     context_limit: int | None = option(
@@ -153,6 +152,17 @@ class SamplingDefaults:
         if "temperature" in self.from_model and not thinking:
             return min(self.temperature, BUILT_IN_TEMPERATURE)
         return self.temperature
+
+    def params(self, thinking: bool, seed: int | None = None) -> SamplingParams:
+        """How a request that sets nothing itself is sampled."""
+        return SamplingParams(
+            temperature=self.temperature_for(thinking),
+            top_p=self.top_p or 0.0,
+            top_k=self.top_k or 0,
+            min_p=self.min_p or 0.0,
+            seed=seed,
+            hlg=self.hlg if self.hlg_sampling else None,
+        )
 
     @property
     def hlg(self) -> HLG:

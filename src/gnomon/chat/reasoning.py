@@ -44,13 +44,8 @@ class ReasoningFormat(Protocol):
     def name(self) -> str: ...
 
     @property
-    def kept_special_tokens(self) -> tuple[str, ...]:
-        """Tokens whose text the detokeniser must keep although they are special."""
-        ...
-
-    @property
     def markers(self) -> tuple[str, ...]:
-        """Every marker the automaton looks for."""
+        """Every marker the automaton looks for. Those that are tokens must not be hidden by the decoder."""
         ...
 
     @property
@@ -106,10 +101,6 @@ class TagFormat:
     @property
     def markers(self) -> tuple[str, ...]:
         return (self.open, self.close, *self.dropped)
-
-    @property
-    def kept_special_tokens(self) -> tuple[str, ...]:
-        return self.markers
 
     def splitter(self, generation_prompt: str = "") -> TagSplitter:
         made = TagSplitter(self)
@@ -241,10 +232,6 @@ class HarmonyFormat:
     @property
     def markers(self) -> tuple[str, ...]:
         return (START, CHANNEL, MESSAGE, END, RETURN, CALL)
-
-    @property
-    def kept_special_tokens(self) -> tuple[str, ...]:
-        return (*self.markers, "<|constrain|>")
 
     def splitter(self, generation_prompt: str = "") -> HarmonySplitter:
         made = HarmonySplitter()

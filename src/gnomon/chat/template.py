@@ -32,18 +32,20 @@ class TemplateTokenizer(Protocol):
     """What rendering needs of a tokenizer."""
 
     @property
-    def chat_template(self) -> str | Mapping[str, str] | None: ...
+    def chat_templates(self) -> Mapping[str, str]:
+        """Sources by name; the usual one is named `default`."""
+        ...
 
     @property
-    def special_tokens(self) -> Mapping[str, Any]:
+    def special_tokens(self) -> Mapping[str, str]:
         """`bos_token`, `eos_token` and the like, by name."""
         ...
 
-    def encode(self, text: str, special: bool = False) -> list[int]:
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
         """Ids of `text`; `special` adds what the tokenizer adds on its own, such as a BOS."""
         ...
 
-    def token_id(self, token: str) -> int | None: ...
+    def token_id(self, piece: str) -> int | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +153,8 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: TemplateTokenizer, now: Callable[[], datetime] = datetime.now) -> None:
         self.tokenizer = tokenizer
-        given = tokenizer.chat_template
-        self.sources: dict[str, str] = {"default": given} if isinstance(given, str) else dict(given or {})
-        self.special = {key: plain(value) for key, value in tokenizer.special_tokens.items()}
+        self.sources: dict[str, str] = dict(tokenizer.chat_templates)
+        self.special: dict[str, str] = dict(tokenizer.special_tokens)
         sandbox = environment(now)
         self._templates: dict[str, jinja2.Template] = {}
         self._variables: dict[str, frozenset[str]] = {}
@@ -261,6 +262,7 @@ class ChatTemplate:
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
+        /,
         *,
         add_generation_prompt: bool = True,
         **kwargs: Any,
@@ -282,8 +284,8 @@ class ChatTemplate:
             if add_generation_prompt
             else text
         )
-        stable = text.startswith(before)
-        start = len(before) if stable else self._common(text, before)
+        start = self._start(text, before)
+        stable = text[:start] == before
         ids = tuple(self.tokenizer.encode(text, special=False))
         opened = self.splitter(text[start:]).thinking
         return Rendered(
@@ -307,12 +309,20 @@ class ChatTemplate:
                 return bool(said)
         return opened or (self.reasoning is not None and self.reasoning.always)
 
-    def _common(self, text: str, before: str) -> int:
+    def _start(self, text: str, before: str) -> int:
+        """Where the opening of the answer begins in `text`, which without it is `before`."""
+        markers = self.reasoning.markers if self.reasoning else ()
+        if text == before:
+            # A template that knows no generation prompt may still end with a marker.
+            bare = text.rstrip()
+            return next((len(bare) - len(marker) for marker in markers if bare.endswith(marker)), len(text))
+        if text.startswith(before):
+            return len(before)
         start = next(
             (i for i, (a, b) in enumerate(zip(text, before, strict=False)) if a != b), min(len(text), len(before))
         )
         # The shared part must not cut a marker in two.
-        return start - partial_suffix(text[:start], self.reasoning.markers) if self.reasoning else start
+        return start - partial_suffix(text[:start], markers)
 
     def _stable_tokens(self, text: str, ids: tuple[int, ...], start: int) -> int | None:
         tail = tuple(self.tokenizer.encode(text[start:], special=False))

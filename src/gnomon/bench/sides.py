@@ -1,0 +1,304 @@
+"""The two sides of `bench native`, each in its own process: Gnomon's engine and mlx-lm, on the same frozen token ids."""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from importlib import import_module
+from itertools import pairwise
+from pathlib import Path
+from queue import SimpleQueue
+from statistics import median
+from typing import Any, Protocol
+
+import mlx.core as mx
+from pydantic import JsonValue
+
+from gnomon.bench.provenance import machine, sha256_ids
+from gnomon.bench.schema import Work
+from gnomon.bench.synthetic import fill
+from gnomon.bench.workload import ArmFailed, Measurement, Unsupported, Workload
+
+REFERENCE_SETTINGS = ("prefill_step_size", "max_kv_size", "kv_bits", "kv_group_size", "quantized_kv_start")
+"""Settings of mlx-lm's generation that the reference side takes."""
+
+
+class Side(Protocol):
+    """One implementation inside its worker process."""
+
+    effective: dict[str, JsonValue]
+
+    def measure(self, workload: Workload) -> Measurement: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True)
+class RowTimes:
+    """When one request's output came: seconds of `perf_counter` and the tokens that came then. The first entry may hold several."""
+
+    arrivals: list[tuple[float, int]] = field(default_factory=list[tuple[float, int]])
+    ids: list[int] = field(default_factory=list[int])
+
+    def add(self, ids: Iterable[int]) -> None:
+        """Note tokens that have just arrived."""
+        new = list(ids)
+        if new:
+            self.arrivals.append((time.perf_counter(), len(new)))
+            self.ids += new
+
+    @property
+    def first(self) -> float:
+        return self.arrivals[0][0]
+
+    @property
+    def last(self) -> float:
+        return self.arrivals[-1][0]
+
+    @property
+    def decode_rate(self) -> float | None:
+        """Tokens per second after the first arrival; None if everything came at once."""
+        later = len(self.ids) - self.arrivals[0][1]
+        return later / (self.last - self.first) if later > 0 and self.last > self.first else None
+
+    @property
+    def longest_gap(self) -> float:
+        """Longest time in seconds between two arrivals."""
+        stamps = [stamp for stamp, _ in self.arrivals]
+        return max((b - a for a, b in pairwise(stamps)), default=0.0)
+
+
+def settled() -> int:
+    """Bytes MLX holds once all work is done and unused buffers are returned."""
+    mx.synchronize()
+    gc.collect()
+    mx.clear_cache()
+    return mx.get_active_memory()
+
+
+def summarise(
+    workload: Workload, rows: Sequence[RowTimes], begun: float, memory: Mapping[str, float]
+) -> dict[str, float]:
+    """Metrics of one measurement from its rows' arrival times. Raises `ValueError` if a row got no token."""
+    if not all(row.ids for row in rows):
+        raise ValueError("a row got no token")
+    cell = workload.cell
+    firsts = [row.first - begun for row in rows]
+    end = max(row.last for row in rows)
+    metrics: dict[str, float] = {"total_seconds": end - begun, **memory}
+    if cell.rows == 1:
+        metrics["first_token_seconds"] = firsts[0]
+        metrics["prefill_tokens_per_second"] = cell.prompt_tokens / firsts[0]
+        rate = rows[0].decode_rate
+        if rate is not None:
+            metrics["decode_tokens_per_second"] = rate
+            metrics["longest_gap_seconds"] = rows[0].longest_gap
+    else:
+        metrics["first_output_median_seconds"] = median(firsts)
+        metrics["first_output_max_seconds"] = max(firsts)
+        metrics["aggregate_tokens_per_second"] = sum(len(row.ids) for row in rows) / (end - begun)
+    return metrics
+
+
+def work_done(
+    workload: Workload, model: str | None, prompts: Sequence[Sequence[int]], rows: Sequence[RowTimes]
+) -> Work:
+    """What was really done: counts come from the tokens that arrived."""
+    return Work(
+        task=workload.cell.task,
+        model=model,
+        prompt=sha256_ids(token for prompt in prompts for token in (*prompt, -1)),
+        prompt_tokens=sum(map(len, prompts)),
+        output_tokens=sum(len(row.ids) for row in rows),
+        concurrency=len(rows),
+        depth=workload.cell.depth,
+        machine=machine(),
+    )
+
+
+def _measurement(
+    workload: Workload,
+    model: str | None,
+    prompts: Sequence[Sequence[int]],
+    rows: Sequence[RowTimes],
+    begun: float,
+    before: int,
+) -> Measurement:
+    ended = time.perf_counter()
+    peak = mx.get_peak_memory()
+    after = settled()
+    memory = {
+        "peak_active_bytes": float(peak),
+        "active_bytes": float(after),
+        "retained_bytes": float(max(0, after - before)),
+        "cleanup_seconds": time.perf_counter() - ended,
+    }
+    details: dict[str, JsonValue] = {"output_sha256": sha256_ids(token for row in rows for token in (*row.ids, -1))}
+    return Measurement(summarise(workload, rows, begun, memory), work_done(workload, model, prompts, rows), details)
+
+
+def vocabulary(path: Path) -> int:
+    """The model's vocabulary size, as its config says. Raises `ValueError` if it doesn't."""
+    config = json.loads((path / "config.json").read_text())
+    size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
+    if not isinstance(size, int):
+        raise ValueError(f"{path / 'config.json'} has no vocab_size")
+    return size
+
+
+class ReferenceSide:
+    """Unmodified mlx-lm: `stream_generate` for one request, `BatchGenerator` for several. End-of-sequence tokens don't stop it."""
+
+    def __init__(self, path: Path, settings: Mapping[str, Any], model_sha256: str | None) -> None:
+        unknown = sorted(set(settings) - set(REFERENCE_SETTINGS))
+        if unknown:
+            raise ValueError(f"unknown mlx-lm setting {unknown[0]!r}; known: {', '.join(REFERENCE_SETTINGS)}")
+        import mlx_lm
+
+        self._lm: Any = mlx_lm
+        self._model, self._tokenizer = mlx_lm.load(str(path))[:2]
+        self._eos = set(self._tokenizer.eos_token_ids)
+        self._tokenizer.eos_token_ids = []
+        self._path = path
+        self._settings = dict(settings)
+        self._sha = model_sha256
+        self.effective: dict[str, JsonValue] = {"prefill_step_size": 2048, **settings}
+
+    def measure(self, workload: Workload) -> Measurement:
+        cell = workload.cell
+        prompts = [workload.ids(self._vocabulary(), row, self._eos) for row in range(cell.rows)]
+        before = settled()
+        mx.reset_peak_memory()
+        rows = [RowTimes() for _ in prompts]
+        begun = self._one(workload, prompts[0], rows[0]) if cell.rows == 1 else self._batch(workload, prompts, rows)
+        return _measurement(workload, self._sha, prompts, rows, begun, before)
+
+    def _vocabulary(self) -> int:
+        return vocabulary(self._path)
+
+    def _one(self, workload: Workload, prompt: Sequence[int], row: RowTimes) -> float:
+        from mlx_lm.models.cache import make_prompt_cache
+
+        cache = make_prompt_cache(self._model, self._settings.get("max_kv_size"))
+        fill(cache, self._model, make_prompt_cache(self._model), workload.cell.depth, workload.seed)
+        settled()
+        mx.reset_peak_memory()
+        options = {name: value for name, value in self._settings.items() if name != "max_kv_size"}
+        begun = time.perf_counter()
+        steps = self._lm.stream_generate(
+            self._model,
+            self._tokenizer,
+            list(prompt),
+            max_tokens=workload.cell.output_tokens,
+            prompt_cache=cache,
+            **options,
+        )
+        for response in steps:
+            row.add([response.token])
+        return begun
+
+    def _batch(self, workload: Workload, prompts: Sequence[Sequence[int]], rows: Sequence[RowTimes]) -> float:
+        from mlx_lm.generate import BatchGenerator
+
+        if workload.cell.depth or set(self._settings) - {"prefill_step_size"}:
+            raise Unsupported("mlx-lm batches neither from a synthetic state nor with KV settings")
+        begun = time.perf_counter()
+        generator = BatchGenerator(self._model, max_tokens=workload.cell.output_tokens, **self._settings)
+        try:
+            uids = dict(zip(generator.insert([list(p) for p in prompts]), rows, strict=True))
+            open_rows = set(uids)
+            while open_rows:
+                _, responses = generator.next()
+                for response in responses:
+                    uids[response.uid].add([response.token])
+                    if response.finish_reason is not None:
+                        open_rows.discard(response.uid)
+        finally:
+            generator.close()
+        return begun
+
+    def close(self) -> None:
+        """Nothing runs between measurements."""
+
+
+class GnomonSide:
+    """Gnomon's engine, driven through its public door. Settings are the fields of `EngineConfig`."""
+
+    def __init__(self, path: Path, settings: Mapping[str, Any], model_sha256: str | None) -> None:
+        from gnomon.config import EngineConfig
+
+        known = [f.name for f in fields(EngineConfig)]
+        unknown = sorted(set(settings) - set(known))
+        if unknown:
+            raise ValueError(f"unknown Gnomon setting {unknown[0]!r}; known: {', '.join(known)}")
+        config = replace(EngineConfig(), **settings)
+        self._engine: Any = import_module("gnomon.engine.engine").load(path, config)
+        self._path = path
+        self._sha = model_sha256
+        self.effective: dict[str, JsonValue] = dict(asdict(config))
+
+    def measure(self, workload: Workload) -> Measurement:
+        cell = workload.cell
+        if cell.depth:
+            raise Unsupported("the engine takes no synthetic state")
+        eos = self._engine.model.eos_token_ids
+        prompts = [workload.ids(vocabulary(self._path), row, eos) for row in range(cell.rows)]
+        self._rest()
+        before = settled()
+        mx.reset_peak_memory()
+        rows = [RowTimes() for _ in prompts]
+        begun = self._run(workload, prompts, rows)
+        self._rest()
+        return _measurement(workload, self._sha, prompts, rows, begun, before)
+
+    def _run(self, workload: Workload, prompts: Sequence[Sequence[int]], rows: Sequence[RowTimes]) -> float:
+        from gnomon.engine.api import Delta, Failed, Finished, Request
+
+        ended: SimpleQueue[str | None] = SimpleQueue()
+
+        def sink(row: RowTimes) -> Callable[[Any], None]:
+            def take(event: Any) -> None:
+                if isinstance(event, Delta):
+                    row.add(event.ids)
+                elif isinstance(event, Finished):
+                    ended.put(None)
+                elif isinstance(event, Failed):
+                    ended.put(event.message)
+
+            return take
+
+        begun = time.perf_counter()
+        for number, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
+            request = Request(
+                id=f"bench-{workload.nonce}-{number}",
+                prompt=tuple(prompt),
+                max_tokens=workload.cell.output_tokens,
+                ignore_eos=True,
+            )
+            self._engine.submit(request, sink(row))
+        for _ in rows:
+            error = ended.get(timeout=workload.timeout)
+            if error is not None:
+                raise ArmFailed(error)
+        return begun
+
+    def _rest(self) -> None:
+        """Wait until the engine has said goodbye to every request and let its buffers go."""
+        deadline = time.perf_counter() + 10
+        while self._engine.stats()["engine"]["doing"] != "idle":
+            if time.perf_counter() > deadline:
+                raise ArmFailed("the engine isn't idle ten seconds after its last request")
+            time.sleep(0.001)
+
+    def close(self) -> None:
+        """Stop the engine's thread."""
+        self._engine.stop()
+
+
+SIDES: dict[str, Callable[[Path, Mapping[str, Any], str | None], Side]] = {
+    "gnomon": GnomonSide,
+    "mlx-lm": ReferenceSide,
+}

@@ -1,0 +1,59 @@
+"""What a request must satisfy before it may wait. Pure arithmetic, on the caller's thread."""
+
+from __future__ import annotations
+
+import math
+
+from gnomon.engine.api import InvalidRequest, ModelInfo, Request
+from gnomon.engine.sampling import check as check_sampling
+
+MAX_CHOICES = 8
+MAX_TOP_LOGPROBS = 20
+
+
+def token_limit(request: Request, model: ModelInfo, context_limit: int | None) -> int:
+    """The most tokens each choice may get: `max_tokens`, or less where the context ends before.
+
+    Raises `InvalidRequest` naming the field, its value and the limit.
+    """
+    if not request.prompt:
+        raise InvalidRequest("the prompt is empty: at least one token is needed", "prompt")
+    low, high = min(request.prompt), max(request.prompt)
+    if low < 0 or high >= model.vocab_size:
+        bad = low if low < 0 else high
+        raise InvalidRequest(
+            f"prompt has token id {bad}, but ids of this model go from 0 to {model.vocab_size - 1}", "prompt"
+        )
+    if not 1 <= request.n <= MAX_CHOICES:
+        raise InvalidRequest(f"n is {request.n}, but must be between 1 and {MAX_CHOICES}", "n")
+    if request.max_tokens is not None and request.max_tokens < 1:
+        raise InvalidRequest(f"max_tokens is {request.max_tokens}, but must be at least 1", "max_tokens")
+    logprobs = request.sampling.logprobs
+    if logprobs is not None and not 0 <= logprobs <= MAX_TOP_LOGPROBS:
+        raise InvalidRequest(f"logprobs is {logprobs}, but must be between 0 and {MAX_TOP_LOGPROBS}", "logprobs")
+    check_sampling(request.sampling, model.vocab_size)
+    limits = [limit for limit in (model.context_length, context_limit) if limit is not None]
+    if not limits:
+        return request.max_tokens or UNLIMITED
+    context = min(limits)
+    room = context - len(request.prompt)
+    if room < 1:
+        raise InvalidRequest(
+            f"the prompt has {len(request.prompt)} tokens, but the context is {context} tokens and must hold the prompt "
+            "and at least one token more",
+            "prompt",
+            "context_length_exceeded",
+        )
+    return min(request.max_tokens or room, room)
+
+
+UNLIMITED = 1 << 62
+"""Tokens of a choice that nothing limits: a model without a context length, asked without `max_tokens`."""
+
+
+def retry_after(num_ahead: int, num_rows: int, seconds_per_request: float) -> int:
+    """Whole seconds until a place in the queue should be free: about when the next request ends.
+
+    Requests end every `seconds_per_request / num_rows` seconds when all rows are busy.
+    """
+    return max(1, min(600, math.ceil(seconds_per_request / max(1, num_rows) * max(1, num_ahead))))

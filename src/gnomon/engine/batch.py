@@ -1,0 +1,84 @@
+"""The running rows: their requests, layer states, samplers and the token each feeds next, kept in one order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from gnomon.engine.row import Row
+from gnomon.engine.sampling import BatchSampler
+from gnomon.state.batch_state import BatchState
+
+
+class Batch:
+    """Rows enter and leave between steps. `pending` [B, 1] int32 may be lazy: the tokens of a step that was not read back yet."""
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+        """Replaced, never changed in place: a step in flight keeps the list it was built over."""
+        self.state: BatchState | None = None
+        self.sampler = BatchSampler()
+        self.pending: mx.array | None = None
+        self.has_fresh = False
+        """Some row has not made its first step yet."""
+
+    @property
+    def num_open(self) -> int:
+        return sum(row.open for row in self.rows)
+
+    @property
+    def has_proposers(self) -> bool:
+        return any(row.proposer is not None for row in self.rows)
+
+    def join(self, rows: Sequence[Row], state: BatchState, pending: mx.array | None = None) -> None:
+        """Add rows with their states. `pending` [n, 1] defaults to each row's last known token. Takes `state` over."""
+        if pending is None:
+            pending = mx.array([[row.last] for row in rows], dtype=mx.int32)
+        if self.state is None or self.pending is None:
+            self.state, self.pending = state, pending
+        else:
+            self.state.join(state)
+            self.pending = mx.concatenate([self.pending, pending])
+        self.sampler.join([row.sampling() for row in rows])
+        self.rows = [*self.rows, *rows]
+        self.has_fresh = self.has_fresh or any(not row.tokens for row in rows)
+        if len(self.rows) > 1:
+            for row in self.rows:
+                row.job.batched = True
+
+    def drop_closed(self) -> None:
+        """Let go of the rows that were closed."""
+        closed = [b for b, row in enumerate(self.rows) if not row.open]
+        if closed and self.state is not None:
+            self.keep(self.state.order_without(closed))
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep only these rows, in this order."""
+        if not rows or self.state is None or self.pending is None:
+            self.clear()
+            return
+        self.state.keep(rows)
+        self.sampler.keep(rows)
+        self.pending = self.pending[mx.array(rows)]
+        self.rows = [self.rows[b] for b in rows]
+
+    def resample(self) -> None:
+        """Build the sampler anew from what the rows have generated so far."""
+        self.sampler = BatchSampler()
+        self.sampler.join([row.sampling() for row in self.rows])
+
+    def clear(self) -> None:
+        self.rows, self.state, self.pending, self.sampler, self.has_fresh = [], None, None, BatchSampler(), False
+
+    def check_integrity(self) -> None:
+        """Raise RuntimeError when rows, states, samplers and pending tokens disagree."""
+        have = (
+            len(self.rows),
+            len(self.state.lengths) if self.state is not None else 0,
+            self.pending.shape[0] if self.pending is not None else 0,
+        )
+        if len(set(have)) > 1:
+            raise RuntimeError(f"batch of {have[0]} rows has {have[1]} states and {have[2]} pending tokens")
+        if self.state is not None:
+            self.state.check_integrity()

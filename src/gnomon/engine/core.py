@@ -1,0 +1,366 @@
+"""What the engine thread does, a turn at a time. Everything here runs on that thread only."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+import mlx.core as mx
+
+from gnomon.chat.tokenizer import Tokenizer
+from gnomon.config import EngineConfig
+from gnomon.engine.batch import Batch
+from gnomon.engine.counters import Counters
+from gnomon.engine.heart import Heart
+from gnomon.engine.mailbox import Cancel, Mailbox, Stop, Submit
+from gnomon.engine.prefill import Prefill
+from gnomon.engine.row import Job, ProposerFactory, Row
+from gnomon.engine.scheduler import Prepared, Scheduler
+from gnomon.engine.step import MAX_PROPOSALS, Stepper
+from gnomon.models.load import LoadedModel
+from gnomon.state.batch_state import BatchState
+
+log = logging.getLogger(__name__)
+
+CLEAR_CACHE_STEPS = 256
+"""As mlx-lm: buffers that MLX keeps for reuse are given back every so many steps."""
+GAUGE_SECONDS = 0.25
+
+
+class DeviceFailed(RuntimeError):
+    """Not even one token through a fresh state can be computed."""
+
+
+class Core:
+    """The open requests, their rows and states, and the policy over them.
+
+    `turn` raises `DeviceFailed` when nothing can be computed any more; any other exception out of it is a defect here, after
+    which `reset` makes the core usable again. Either way no request of the queue is lost unheard: the owner fails them.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        tokenizer: Tokenizer,
+        config: EngineConfig,
+        mailbox: Mailbox,
+        counters: Counters,
+        heart: Heart,
+        propose: ProposerFactory | None,
+        on_close: Callable[[Job], None],
+    ) -> None:
+        self.loaded = loaded
+        self.tokenizer = tokenizer
+        self.config = config
+        self.mailbox = mailbox
+        self.counters = counters
+        self.heart = heart
+        self.make_proposer = propose
+        self.on_close = on_close
+        self.eos_ids = frozenset({*loaded.eos_token_ids, *tokenizer.eos_ids})
+        binding = loaded.binding
+        self.scheduler = Scheduler(
+            rows=config.batch if binding.batchable else 1,
+            chunk=config.prefill_chunk,
+            may_group=binding.batchable and binding.pad_safe,
+            new_prefill=lambda jobs: self.new_prefill([job.prompt for job in jobs]),
+        )
+        self.jobs: dict[str, Job] = {}
+        """Open requests that reached this thread."""
+        self.stopping = False
+        self.gauges_due = 0.0
+        self.batch = Batch()
+        self.stepper = self.new_stepper(self.batch)
+        self.take_gauges()
+
+    # A turn
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.jobs)
+
+    def turn(self) -> None:
+        """Admit, prefill one window, start what is ready, step once."""
+        self.heart.beat("scheduling")
+        self.admit()
+        self.prefill()
+        self.start()
+        self.step()
+        self.reap()
+        if not self.jobs:
+            self.rest()
+        if time.monotonic() >= self.gauges_due:
+            self.take_gauges()
+
+    def read_mail(self, wait: float = 0.0) -> None:
+        """Do what other threads asked, waiting up to `wait` seconds for a first command."""
+        for command in self.mailbox.take(wait):
+            match command:
+                case Submit(job):
+                    self.jobs[job.request.id] = job
+                    self.scheduler.waiting.append(job)
+                case Cancel(request_id):
+                    # Unknown ids are those of requests that have ended.
+                    if job := self.jobs.get(request_id):
+                        job.cancel()
+                        self.reap()
+                case Stop():
+                    self.stopping = True
+
+    def admit(self) -> None:
+        self.scheduler.num_running = self.batch.num_open
+        for job in self.scheduler.admit():
+            job.admitted = time.monotonic()
+            self.counters.prompt_tokens += len(job.prompt)
+
+    def prefill(self) -> None:
+        """Advance one preparation by one window."""
+        preparation = self.scheduler.next_preparation()
+        if preparation is None:
+            return
+        jobs, prefill = preparation.jobs, preparation.prefill
+        try:
+            self.run_window(prefill)
+        except Exception as error:  # noqa: BLE001  (any failure here has an owner among these requests, or the device is gone)
+            if len(jobs) == 1:
+                self.fail(jobs[0], error)
+            else:
+                self.prefill_apart(jobs, error)
+            if not any(job.open for job in jobs):
+                self.probe()
+            return
+        for job in jobs:
+            try:
+                job.tell_progress(min(prefill.done, len(job.prompt) - 1))
+            except Exception as error:  # noqa: BLE001  (a sink's failure is its request's own)
+                self.fail(job, error)
+        if prefill.finished:
+            self.scheduler.done(preparation)
+            self.begin(jobs, prefill.state)
+
+    def start(self) -> None:
+        """Start further choices of requests with more choices than rows."""
+        scheduler = self.scheduler
+        while scheduler.prepared and self.batch.num_open < scheduler.rows:
+            ready = scheduler.prepared[0]
+            row = self.new_row(ready.job)
+            is_last = not ready.job.num_unstarted
+            if is_last or row is None:
+                scheduler.prepared.popleft()
+            if row is not None:
+                self.batch.join([row], ready.state if is_last else ready.state.fork(0))
+
+    def step(self) -> None:
+        rows = self.batch.num_open
+        if not rows:
+            self.stepper.flight = None
+            return
+        self.heart.beat("decoding")
+        counters = self.counters
+        tokens, begun = counters.generated_tokens, time.perf_counter()
+        stepped = True
+        try:
+            stepped = self.stepper.step()
+        except Exception as error:  # noqa: BLE001  (whichever row is to blame is found by stepping each alone)
+            self.rebuild(error)
+        seconds = time.perf_counter() - begun
+        counters.decode.add(counters.generated_tokens - tokens, seconds)
+        if stepped:
+            counters.step(rows, seconds)
+        if stepped and counters.steps % CLEAR_CACHE_STEPS == 0:
+            mx.clear_cache()
+
+    def reap(self) -> None:
+        """Say goodbye to requests that ended."""
+        for job in [job for job in self.jobs.values() if not job.open]:
+            del self.jobs[job.request.id]
+            self.counters.ended(job)
+            self.on_close(job)
+
+    def rest(self) -> None:
+        """Nothing is open: hold no state and no spare memory, and see that the books are straight."""
+        if self.batch.rows or self.stepper.flight is not None:
+            mx.synchronize()
+        self.batch.clear()
+        self.stepper.flight = None
+        self.scheduler.drop_closed()
+        mx.clear_cache()
+        self.check_integrity()
+        self.take_gauges()
+
+    # Rows
+
+    def begin(self, jobs: Sequence[Job], state: BatchState) -> None:
+        """Start the choices of prefilled requests: the first takes its row of `state`, others take copies."""
+        first: dict[int, Row] = {}
+        for b, job in enumerate(jobs):
+            rows = [row for row in (self.new_row(job) for _ in range(self.scheduler.need(job))) if row is not None]
+            if not job.open:
+                continue
+            for row in rows[1:]:
+                self.batch.join([row], state.fork(b))
+            if job.num_unstarted:
+                self.scheduler.prepared.append(Prepared(job, state.fork(b)))
+            first[b] = rows[0]
+        if not first:
+            return
+        if len(first) < len(jobs):
+            state.keep(list(first))
+        self.batch.join(list(first.values()), state)
+
+    def new_row(self, job: Job) -> Row | None:
+        """The request's next choice; None, and the request failed, when its text output or proposer can't be made."""
+        if not job.open:
+            return None
+        try:
+            return job.begin_row(self.tokenizer, self.eos_ids, self.make_proposer)
+        except Exception as error:  # noqa: BLE001  (both are made from this request's own fields)
+            self.fail(job, error)
+            return None
+
+    def run_window(self, prefill: Prefill) -> None:
+        if prefill.finished:
+            return
+        tokens, begun = prefill.num_tokens, time.perf_counter()
+        self.heart.beat(f"prefilling {tokens} tokens", tokens)
+        prefill.advance()
+        self.counters.prefill.add(tokens, time.perf_counter() - begun)
+        self.counters.prefill_chunks += 1
+
+    # Failures
+
+    def fail(self, job: Job, error: Exception) -> None:
+        log.warning("request %s failed: %s", job.request.id, error, exc_info=error)
+        job.fail(error)
+
+    def prefill_apart(self, jobs: Sequence[Job], error: Exception) -> None:
+        """A window over several prompts failed: prefill each alone, so that only those to blame fail."""
+        log.warning("prefill of %d prompts together failed, trying each alone: %s", len(jobs), error)
+        self.counters.recoveries += 1
+        for job in jobs:
+            if job.open:
+                try:
+                    prefill = self.prefill_alone(job.prompt)
+                except Exception as own:  # noqa: BLE001  (this request alone was in the window)
+                    self.fail(job, own)
+                else:
+                    self.begin([job], prefill.state)
+
+    def rebuild(self, error: Exception) -> None:
+        """A shared step failed and left states undefined: recompute each row's from its tokens and step it alone.
+
+        A row whose own step fails too is to blame and fails with its request; the others go on, a token further.
+        """
+        rows = [row for row in self.batch.rows if row.open]
+        self.batch.clear()
+        self.stepper = self.new_stepper(self.batch)
+        mx.clear_cache()
+        if len(rows) == 1:
+            self.fail(rows[0].job, error)
+        else:
+            log.warning("a step of %d rows failed, trying each alone: %s", len(rows), error, exc_info=error)
+            self.counters.recoveries += 1
+        for row in rows:
+            self.read_mail()
+            if row.open:
+                try:
+                    state = self.step_alone(row)
+                except Exception as own:  # noqa: BLE001  (this row alone was in the step)
+                    self.fail(row.job, own)
+                else:
+                    if row.open:
+                        self.batch.join([row], state)
+        if not self.batch.rows:
+            self.probe()
+
+    def step_alone(self, row: Row) -> BatchState:
+        """The row's state after prefilling all its tokens and one step in a batch of its own."""
+        prefill = self.prefill_alone([*row.job.prompt, *row.tokens])
+        batch = Batch()
+        batch.join([row], prefill.state)
+        stepper = self.new_stepper(batch)
+        stepper.step()
+        stepper.land()
+        return prefill.state
+
+    def prefill_alone(self, tokens: Sequence[int]) -> Prefill:
+        prefill = self.new_prefill([tokens])
+        while not prefill.finished:
+            self.run_window(prefill)
+        return prefill
+
+    def probe(self) -> None:
+        """Run one token through a fresh state. Raises `DeviceFailed`."""
+        try:
+            state = self.new_state()
+            state.begin(1)
+            logits = self.loaded.model(mx.array([[0]], dtype=mx.int32), cache=state.caches)
+            state.commit()
+            mx.eval(logits)
+        except Exception as error:
+            raise DeviceFailed(f"the device failed: {error}") from error
+
+    def reset(self, error: Exception) -> None:
+        """Fail every request that was admitted and forget all state. Raises `DeviceFailed`."""
+        self.counters.recoveries += 1
+        for job in self.jobs.values():
+            if job.admitted:
+                self.fail(job, error)
+        self.batch.clear()
+        self.stepper = self.new_stepper(self.batch)
+        self.scheduler.drop_closed()
+        self.reap()
+        mx.clear_cache()
+        self.probe()
+
+    def fail_all(self, error: Exception, code: str) -> None:
+        """The end: every open request hears that the engine can't go on."""
+        for job in self.jobs.values():
+            job.fail(error, code, fatal=True)
+        self.reap()
+
+    def check_integrity(self) -> None:
+        """Raise RuntimeError when the books of an idle core aren't empty."""
+        self.batch.check_integrity()
+        scheduler = self.scheduler
+        if scheduler.has_work or self.batch.rows or scheduler.num_reserved:
+            raise RuntimeError(
+                f"idle with {len(scheduler.waiting)} waiting, {scheduler.num_preparing} preparing and "
+                f"{len(self.batch.rows)} running"
+            )
+
+    # Makers
+
+    def new_state(self) -> BatchState:
+        binding = self.loaded.binding
+        return BatchState(self.loaded.model, binding.make_caches(), pad_safe=binding.pad_safe, slack=MAX_PROPOSALS)
+
+    def new_prefill(self, prompts: Sequence[Sequence[int]]) -> Prefill:
+        return Prefill(self.loaded.model, self.new_state, prompts, self.config.prefill_chunk)
+
+    def new_stepper(self, batch: Batch) -> Stepper:
+        loaded = self.loaded
+        return Stepper(
+            loaded.model,
+            batch,
+            self.config,
+            self.counters,
+            vocab_size=loaded.vocab_size,
+            pad_safe=loaded.binding.pad_safe,
+        )
+
+    def take_gauges(self) -> None:
+        """Read what only this thread may read: sizes of arrays and MLX's memory."""
+        counters = self.counters
+        states = [self.batch.state, *(ready.state for ready in self.scheduler.prepared)]
+        if self.scheduler.long is not None:
+            states.append(self.scheduler.long.prefill.state)
+        counters.kv_bytes = sum(state.nbytes() for state in states if state is not None)
+        counters.active_rows = self.batch.num_open
+        counters.memory = {
+            "active_bytes": mx.get_active_memory(),
+            "peak_bytes": mx.get_peak_memory(),
+            "cache_bytes": mx.get_cache_memory(),
+        }
+        self.gauges_due = time.monotonic() + GAUGE_SECONDS

@@ -1,0 +1,341 @@
+"""The engine: its thread's life, and the door that other threads knock at."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from gnomon.chat.tokenizer import Tokenizer
+from gnomon.config import EngineConfig
+from gnomon.engine import admission, stats
+from gnomon.engine.api import (
+    EngineUnavailable,
+    Event,
+    Failed,
+    Finished,
+    Health,
+    InvalidRequest,
+    ModelInfo,
+    QueueFull,
+    Request,
+    SamplingParams,
+    Sink,
+)
+from gnomon.engine.completion import Completion, collect
+from gnomon.engine.core import Core, DeviceFailed
+from gnomon.engine.counters import Counters
+from gnomon.engine.heart import Heart
+from gnomon.engine.mailbox import Cancel, Mailbox, Stop, Submit
+from gnomon.engine.row import Job, ProposerFactory
+from gnomon.engine.sampling import fresh_seed
+from gnomon.models.load import LoadedModel
+from gnomon.models.load import load as load_model
+
+log = logging.getLogger(__name__)
+
+IDLE_BEAT = 1.0
+"""Seconds between heartbeats of an idle engine."""
+MAX_RESETS = 3
+"""Defects in a row, with no request finished between them, after which the engine gives up."""
+
+
+class Engine:
+    """Serves one model from one thread, which loads it, builds every graph and evaluates it.
+
+    `load` and `propose` run on that thread. `on_failure` is called from it, once, after every open request has heard `Failed`,
+    when the engine can't go on: the host process should then exit non-zero.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[], LoadedModel],
+        tokenizer: Tokenizer,
+        config: EngineConfig | None = None,
+        *,
+        model_id: str | None = None,
+        propose: ProposerFactory | None = None,
+        on_failure: Callable[[str], None] | None = None,
+    ) -> None:
+        self.config = config or EngineConfig()
+        self.tokenizer = tokenizer
+        self._load = load
+        self._model_id = model_id
+        self._propose = propose
+        self._on_failure = on_failure
+        self._mailbox = Mailbox()
+        self._counters = Counters()
+        self._heart = Heart(self.config.stall_timeout)
+        self._started = time.time()
+        self._model: ModelInfo | None = None
+        self._core: Core | None = None
+        self._error: Exception | None = None
+        self._loaded = threading.Event()
+        self._draining = False
+        self._stopped = False
+        self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)
+        self._open: dict[str, Job] = {}
+        """Requests whose last event was not sent yet; guarded by the lock."""
+        self._thread = threading.Thread(target=self._run, name="gnomon-engine", daemon=True)
+        # A daemon thread inside MLX while the interpreter is torn down would crash the process.
+        atexit.register(self.stop)
+        self._thread.start()
+
+    # The door
+
+    @property
+    def model(self) -> ModelInfo:
+        if self._model is None:
+            raise EngineUnavailable("the model is still loading" if self._error is None else str(self._error))
+        return self._model
+
+    def wait(self, timeout: float | None = None) -> ModelInfo:
+        """Wait until the model is loaded. Raises what loading raised, or TimeoutError."""
+        if not self._loaded.wait(timeout):
+            raise TimeoutError(f"the model was not loaded within {timeout} s")
+        if self._model is None and self._error is not None:
+            raise self._error
+        return self.model
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        """Queue a request; its events reach `sink` on the engine thread, ending with `Finished` or `Failed`.
+
+        Raises `InvalidRequest`, `QueueFull` or `EngineUnavailable`; then nothing was started.
+        """
+        limit = admission.token_limit(request, self.model, self.config.context_limit)
+        seed = request.sampling.seed
+        job = Job(request, sink, limit, fresh_seed() if seed is None else seed)
+        with self._lock:
+            self._refuse_if_closed()
+            if request.id in self._open:
+                raise InvalidRequest(f"request id {request.id!r} is in use", "id")
+            self._refuse_if_full()
+            self._open[request.id] = job
+            self._counters.submitted_requests += 1
+            self._counters.submitted_rows += request.n
+            self._mailbox.post(Submit(job))
+
+    def cancel(self, request_id: str) -> None:
+        """Stop a request at the next chunk or step; its sink still gets its last event. Unknown ids are ignored."""
+        self._mailbox.post(Cancel(request_id))
+
+    def stream(self, request: Request) -> Iterator[Event]:
+        """Submit and yield the events up to `Finished` or `Failed`. Closing the iterator cancels the request."""
+        events: SimpleQueue[Event] = SimpleQueue()
+        self.submit(request, events.put)
+        return self._follow(request.id, events)
+
+    def _follow(self, request_id: str, events: SimpleQueue[Event]) -> Iterator[Event]:
+        ended = False
+        try:
+            while not ended:
+                event = events.get()
+                ended = isinstance(event, Finished | Failed)
+                yield event
+        finally:
+            if not ended:
+                self.cancel(request_id)
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        max_tokens: int | None = None,
+        sampling: SamplingParams | None = None,
+        stop: Sequence[str] = (),
+        n: int = 1,
+        ignore_eos: bool = False,
+    ) -> Completion:
+        """Continue a prompt and wait for the end. Text is encoded with the model's special tokens, without a chat template.
+
+        Raises an `EngineError` when the request is refused or fails.
+        """
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        request = Request(
+            id=f"generate-{uuid.uuid4().hex}",
+            prompt=tuple(ids),
+            sampling=sampling or SamplingParams(),
+            max_tokens=max_tokens,
+            stop=tuple(stop),
+            ignore_eos=ignore_eos,
+            n=n,
+        )
+        return collect(self.stream(request), n)
+
+    def health(self) -> Health:
+        age, error = self._heart.age, self._error
+        if error is not None:
+            return Health("failed", age, str(error) or type(error).__name__)
+        if not self._thread.is_alive():
+            return Health("stopped", age) if self._stopped else Health("failed", age, "the engine thread died")
+        if self._model is None:
+            return Health("loading", age)
+        if self._heart.is_late:
+            return Health("stalled", age, f"{self._heart.doing} for {age:.0f} s")
+        return Health("draining" if self._draining else "ok", age)
+
+    def stats(self) -> Mapping[str, Any]:
+        """Counters and gauges by section, as plain JSON values; gauges are as old as the last turn that took them."""
+        with self._lock:
+            jobs = list(self._open.values())
+        return {
+            "engine": {
+                "state": self.health().state,
+                "doing": self._heart.doing,
+                "beat_age_seconds": self._heart.age,
+                "started_at": self._started,
+                "open_requests": len(jobs),
+            },
+            **stats.snapshot(self._counters, self.config, self._model, jobs),
+        }
+
+    def drain(self, timeout: float) -> bool:
+        """Refuse new requests and wait up to `timeout` seconds for the open ones; True if all ended by themselves."""
+        with self._idle:
+            self._draining = True
+            return self._idle.wait_for(lambda: not self._open, timeout)
+
+    def stop(self) -> None:
+        """End the engine thread and wait for it. Open requests get `Failed`."""
+        with self._lock:
+            self._stopped = True
+        self._mailbox.post(Stop())
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+            atexit.unregister(self.stop)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _refuse_if_closed(self) -> None:
+        if self._error is not None:
+            raise EngineUnavailable(f"the engine failed: {self._error}")
+        if self._stopped:
+            raise EngineUnavailable("the engine has stopped")
+        if self._draining:
+            raise EngineUnavailable("the engine is draining and takes no new requests")
+
+    def _refuse_if_full(self) -> None:
+        core, counters = self._core, self._counters
+        num_waiting = sum(not job.admitted for job in self._open.values())
+        num_free = max(0, core.scheduler.num_free) if core is not None else 0
+        if num_waiting < self.config.queue + num_free:
+            return
+        counters.refused_requests += 1
+        seconds = admission.retry_after(1, self.config.batch, counters.request_seconds)
+        raise QueueFull(f"{num_waiting} requests wait already, the limit is {self.config.queue}", seconds)
+
+    # The thread
+
+    def _run(self) -> None:
+        try:
+            core = self._core = self._open_core()
+        except Exception as error:  # noqa: BLE001  (whatever the load raised reaches the caller through `wait` and `health`)
+            self._error = error
+            self._loaded.set()
+            self._fail(None, error)
+            return
+        self._loaded.set()
+        resets, finished = 0, 0
+        while not core.stopping:
+            try:
+                self._heart.beat("idle")
+                core.read_mail(0.0 if core.has_work else IDLE_BEAT)
+                if core.has_work and not core.stopping:
+                    core.turn()
+            except DeviceFailed as error:
+                self._fail(core, error)
+                return
+            except Exception as error:
+                # A defect of ours. Health must not go on saying fine while nothing turns: start over, or give up aloud.
+                log.exception("the engine's loop failed")
+                resets = 1 if core.counters.finished_requests > finished else resets + 1
+                finished = core.counters.finished_requests
+                try:
+                    core.reset(error)
+                except DeviceFailed as worse:
+                    self._fail(core, worse)
+                    return
+                if resets >= MAX_RESETS:
+                    self._fail(core, error)
+                    return
+        self._end(core, EngineUnavailable("the engine was stopped"), "engine_stopped")
+
+    def _open_core(self) -> Core:
+        loaded = self._load()
+        binding = loaded.binding
+        core = Core(
+            loaded,
+            self.tokenizer,
+            self.config,
+            self._mailbox,
+            self._counters,
+            self._heart,
+            self._propose,
+            self._closed,
+        )
+        self._model = ModelInfo(
+            id=self._model_id or loaded.path.name,
+            path=str(loaded.path),
+            model_type=loaded.model_type,
+            context_length=loaded.context_length,
+            vocab_size=loaded.vocab_size,
+            eos_token_ids=loaded.eos_token_ids,
+            weight_bytes=loaded.weight_bytes,
+            created=int(self._started),
+            batchable=binding.batchable,
+            why_not_batchable=binding.why_not,
+        )
+        return core
+
+    def _fail(self, core: Core | None, error: Exception) -> None:
+        """The engine can't go on: tell every open request, health and the host."""
+        log.critical("the engine failed: %s", error)
+        with self._lock:
+            self._error = error
+        if core is not None:
+            self._end(core, error, "engine_failed")
+        if self._on_failure is not None:
+            self._on_failure(str(error) or type(error).__name__)
+
+    def _end(self, core: Core, error: Exception, code: str) -> None:
+        """Fail what is open, commands still in the mailbox included: none comes after, since submits look at the flags first."""
+        core.read_mail()
+        core.fail_all(error, code)
+
+    def _closed(self, job: Job) -> None:
+        with self._idle:
+            self._open.pop(job.request.id, None)
+            self._idle.notify_all()
+
+
+def load(
+    path: str | Path,
+    config: EngineConfig | None = None,
+    *,
+    model_id: str | None = None,
+    on_failure: Callable[[str], None] | None = None,
+) -> Engine:
+    """Load the MLX model directory at `path` and start its engine. Raises what loading raises.
+
+    Stop the engine when done: it is a context manager.
+    """
+    path = Path(path)
+    tokenizer = Tokenizer.load(path)
+    engine = Engine(lambda: load_model(path), tokenizer, config, model_id=model_id, on_failure=on_failure)
+    try:
+        engine.wait()
+    except BaseException:
+        engine.stop()
+        raise
+    return engine

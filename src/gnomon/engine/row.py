@@ -1,0 +1,210 @@
+"""A request in the engine (`Job`) and the choices it decodes (`Row`)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+
+from gnomon.chat.tokenizer import Tokenizer
+from gnomon.engine.api import (
+    ChoiceFinished,
+    Delta,
+    Event,
+    Failed,
+    Finished,
+    FinishReason,
+    Progress,
+    Request,
+    Sink,
+    Usage,
+)
+from gnomon.engine.output import TextOutput, token_logprob
+from gnomon.engine.sampling import RowSampling, Score
+from gnomon.propose import Proposer
+
+ProposerFactory = Callable[[Request, int], Proposer | None]
+"""Makes the proposer of one choice (request, choice index), or None for plain decoding."""
+
+
+class Job:
+    """One request: its choices share a prompt, a prefill and an end. `limit` is the most tokens a choice may get."""
+
+    def __init__(self, request: Request, sink: Sink, limit: int, seed: int) -> None:
+        self.request = request
+        self.sink = sink
+        self.limit = limit
+        self.seed = seed
+        self.rows: list[Row] = []
+        """Choices begun so far, closed ones included."""
+        self.open = True
+        self.cancelled = False
+        self.error: Exception | None = None
+        self.batched = False
+        self.num_generated = 0
+        self.submitted = time.monotonic()
+        self.admitted = 0.0
+        self.first_token = 0.0
+
+    @property
+    def prompt(self) -> Sequence[int]:
+        return self.request.prompt
+
+    @property
+    def num_unstarted(self) -> int:
+        return self.request.n - len(self.rows)
+
+    def begin_row(self, tokenizer: Tokenizer, eos_ids: Collection[int], make_proposer: ProposerFactory | None) -> Row:
+        """The next choice. Raises what making its text output or proposer raises."""
+        request, index = self.request, len(self.rows)
+        output = TextOutput(tokenizer, request.stop, () if request.ignore_eos else eos_ids)
+        proposer = make_proposer(request, index) if make_proposer is not None else None
+        row = Row(self, index, tokenizer, output, proposer, exempt=(*eos_ids, *tokenizer.newline_ids))
+        self.rows.append(row)
+        return row
+
+    def tell_progress(self, processed: int) -> None:
+        """Raises what the sink raises."""
+        if self.open:
+            self.sink(Progress(self.request.id, processed, len(self.prompt)))
+
+    def cancel(self) -> None:
+        """Close every choice and the request, whatever it was doing; held-back text is given out first."""
+        if not self.open:
+            return
+        self.cancelled = True
+        closed = {row.index for row in self.rows if not row.open}
+        for row in self.rows:
+            if row.open:
+                row.open = False
+                self._tell(row.flush())
+        for index in range(self.request.n):
+            if index not in closed:
+                self._tell(ChoiceFinished(self.request.id, index, "cancelled"))
+        self.finish()
+
+    def fail(self, error: Exception, code: str = "engine_error", fatal: bool = False) -> None:
+        """Close the request with an error; its sink hears nothing after."""
+        if not self.open:
+            return
+        self.open = False
+        self.error = error
+        for row in self.rows:
+            row.open = False
+        self._tell(Failed(self.request.id, str(error) or type(error).__name__, code, fatal))
+
+    def finish(self) -> None:
+        """Close the request with its usage."""
+        self.open = False
+        self._tell(Finished(self.request.id, self.usage()))
+
+    def usage(self) -> Usage:
+        now = time.monotonic()
+        admitted = self.admitted or now
+        first = self.first_token or now
+        return Usage(
+            prompt_tokens=len(self.prompt),
+            completion_tokens=self.num_generated,
+            queue_seconds=admitted - self.submitted,
+            prefill_seconds=first - admitted,
+            decode_seconds=now - first,
+            lane="batched" if self.batched else "serial",
+        )
+
+    def _tell(self, event: Event | None) -> None:
+        """Emit one of a request's last events: a sink that raises now can't be told anything more."""
+        if event is None:
+            return
+        try:
+            self.sink(event)
+        except Exception as error:  # noqa: BLE001  (a sink is the caller's code; its failure must not reach other requests)
+            self.error = self.error or error
+
+
+class Row:
+    """One choice of a request. `tokens` are those read back, their text delivered or held back."""
+
+    __slots__ = ("_tokenizer", "exempt", "index", "job", "left", "open", "output", "proposer", "tokens")
+
+    def __init__(
+        self,
+        job: Job,
+        index: int,
+        tokenizer: Tokenizer,
+        output: TextOutput,
+        proposer: Proposer | None = None,
+        exempt: tuple[int, ...] = (),
+    ) -> None:
+        self.job = job
+        self.index = index
+        self.output = output
+        self.proposer = proposer
+        self.exempt = exempt
+        self.tokens: list[int] = []
+        self.left = job.limit
+        """Tokens the row may still get."""
+        self.open = True
+        self._tokenizer = tokenizer
+
+    @property
+    def last(self) -> int:
+        """The token the row feeds next, of those read back."""
+        return self.tokens[-1] if self.tokens else self.job.prompt[-1]
+
+    def sampling(self) -> RowSampling:
+        """How the row's next tokens are drawn, as of what it has generated."""
+        job = self.job
+        return RowSampling(
+            params=job.request.sampling,
+            seed=job.seed,
+            choice=self.index,
+            step=len(self.tokens),
+            history=[*job.prompt, *self.tokens],
+            exempt=self.exempt,
+        )
+
+    def propose(self, most: int, vocab_size: int) -> Sequence[int]:
+        """The proposer's guesses: at most `most`, and no more than could be used. Raises ValueError for ids there are none of."""
+        limit = min(most, self.left - 1)
+        if self.proposer is None or limit < 1:
+            return ()
+        guesses = self.proposer.propose(self.job.prompt, self.tokens, limit)[:limit]
+        for guess in guesses:
+            if not 0 <= guess < vocab_size:
+                raise ValueError(f"proposed token id {guess} is outside 0..{vocab_size - 1}")
+        return guesses
+
+    def take(self, token: int, score: Score | None = None) -> None:
+        """Deliver a token that was read back. It may close the row, and with its last row the request.
+
+        Raises what the output or the sink raises.
+        """
+        job, output = self.job, self.output
+        self.tokens.append(token)
+        self.left -= 1
+        job.num_generated += 1
+        if not job.first_token:
+            job.first_token = time.monotonic()
+            job.tell_progress(len(job.prompt))
+        logprob = None if score is None else token_logprob(self._tokenizer, token, score.logprob, score.top)
+        piece = output.push(token, logprob)
+        if piece:
+            job.sink(Delta(job.request.id, self.index, piece.text, piece.ids, piece.logprobs))
+        if output.finished:
+            self._close("stop")
+        elif not self.left:
+            if last := self.flush():
+                job.sink(last)
+            # A stop string may lie in what was still held back.
+            self._close("stop" if output.ended else "length")
+
+    def flush(self) -> Delta | None:
+        """End the text: what was held back."""
+        piece = self.output.finish()
+        return Delta(self.job.request.id, self.index, piece.text, piece.ids, piece.logprobs) if piece else None
+
+    def _close(self, reason: FinishReason) -> None:
+        self.open = False
+        job = self.job
+        job.sink(ChoiceFinished(job.request.id, self.index, reason, self.output.stop))
+        if not job.num_unstarted and not any(row.open for row in job.rows):
+            job.finish()

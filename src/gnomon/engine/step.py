@@ -1,0 +1,212 @@
+"""The one step behind every generated token: propose, forward, verify, commit.
+
+    window of row b   [pending, d1, d2 .. dk]       k = 0 in plain decoding
+    forward           logits at every position
+    draw              [t0, t1 .. tk]                 the sampler's own choice after pending, d1 .. dk
+    verify            t0 == d1, t1 == d2 ..          a of them agree
+    commit            t0 .. ta are the row's tokens  (ta: correction, or the bonus when all agree)
+    roll back         k - a states
+
+Without proposals nothing has to be known before the next forward, so the read-back runs one step behind:
+
+    build n+1 from the lazy tokens of n   ->   start it   ->   read and deliver n
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import mlx.core as mx
+from mlx import nn
+
+from gnomon.config import EngineConfig
+from gnomon.engine.batch import Batch
+from gnomon.engine.counters import Counters
+from gnomon.engine.row import Row
+from gnomon.engine.sampling import BatchSampler, Drawn
+from gnomon.kernels import dispatch
+
+MAX_PROPOSALS = 16
+"""Most proposed tokens per row and step; states can take that many back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A step that was started and not read back. A row may have closed since: its token is then dropped."""
+
+    rows: Sequence[Row]
+    drawn: Drawn
+
+
+class Stepper:
+    """Steps a batch. An exception out of `step` or `land` leaves the batch unusable; its rows can be rebuilt from their tokens."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Batch,
+        config: EngineConfig,
+        counters: Counters,
+        *,
+        vocab_size: int,
+        pad_safe: bool,
+    ) -> None:
+        self.model = model
+        self.batch = batch
+        self.config = config
+        self.counters = counters
+        self.vocab_size = vocab_size
+        self.pad_safe = pad_safe
+        self.flight: Flight | None = None
+
+    def step(self) -> bool:
+        """Advance every row, delivering what was read back. False if nothing was left to advance."""
+        batch = self.batch
+        if batch.has_proposers or self._all_end_in_flight():
+            self.land()
+        batch.drop_closed()
+        drafts = self._propose() if batch.has_proposers else []
+        batch.drop_closed()
+        if not batch.rows:
+            self.flight = None
+            return False
+        if any(drafts):
+            self._window(drafts)
+        else:
+            self._plain()
+        return True
+
+    def land(self) -> None:
+        """Read back the step in flight and deliver its tokens."""
+        flight, self.flight = self.flight, None
+        if flight is not None:
+            self._deliver(flight)
+
+    def _all_end_in_flight(self) -> bool:
+        """The step in flight makes the last token any row may have: another would be thrown away."""
+        return self.flight is not None and all(row.left <= 1 for row in self.batch.rows if row.open)
+
+    def _plain(self) -> None:
+        batch, config = self.batch, self.config
+        state = batch.state
+        if state is None:
+            raise RuntimeError("rows without states")
+        with dispatch.step():
+            state.begin(1)
+            logits = self.model(batch.pending, cache=state.caches)
+            state.commit()
+        try:
+            drawn = batch.sampler.draw(logits)
+            batch.sampler.commit(drawn.tokens, [1] * len(batch.rows))
+        except Exception as error:  # noqa: BLE001  (whatever a row's processors raise is that row's own failure)
+            logits = self._weed(logits, error)
+            if not batch.rows:
+                return
+            drawn = batch.sampler.draw(logits)
+            batch.sampler.commit(drawn.tokens, [1] * len(batch.rows))
+        mx.async_eval(drawn.arrays(), batch.sampler.arrays())
+        before, self.flight = self.flight, Flight(batch.rows, drawn)
+        batch.pending = drawn.tokens
+        if before is not None:
+            self._deliver(before)
+        if not config.pipeline or (batch.has_fresh and config.early_first_token):
+            self.land()
+        batch.has_fresh = False
+
+    def _weed(self, logits: mx.array, error: Exception) -> mx.array:
+        """Fail the rows whose draw raises on its own; the others' logits. Raises `error` when no row alone is to blame."""
+        batch = self.batch
+        self.land()
+        alive: list[int] = []
+        num_failed = 0
+        for b, row in enumerate(batch.rows):
+            if not row.open:
+                continue
+            sampler = BatchSampler()
+            try:
+                sampler.join([row.sampling()])
+                sampler.commit(sampler.draw(logits[b : b + 1]).tokens, [1])
+            except Exception as own:  # noqa: BLE001  (see above)
+                row.job.fail(own, "sampling_error")
+                num_failed += 1
+            else:
+                alive.append(b)
+        if not num_failed:
+            raise error
+        alive = [b for b in alive if batch.rows[b].open]
+        batch.keep(alive)
+        batch.resample()
+        return logits[mx.array(alive)] if alive else logits
+
+    def _propose(self) -> list[Sequence[int]]:
+        """Each row's guesses, in the batch's order, after the rows whose proposer raised were failed and dropped."""
+        batch = self.batch
+        found: dict[Row, Sequence[int]] = {}
+        for row in batch.rows:
+            try:
+                found[row] = row.propose(MAX_PROPOSALS, self.vocab_size)
+            except Exception as error:  # noqa: BLE001  (a proposer's failure is its row's own)
+                row.job.fail(error, "proposer_error")
+        batch.drop_closed()
+        drafts = [found[row] for row in batch.rows]
+        if not self.pad_safe and len(drafts) > 1:
+            width = min(map(len, drafts))
+            drafts = [draft[:width] for draft in drafts]
+        return drafts
+
+    def _window(self, drafts: Sequence[Sequence[int]]) -> None:
+        batch, counters = self.batch, self.counters
+        rows, state = batch.rows, batch.state
+        if state is None:
+            raise RuntimeError("rows without states")
+        counts = [1 + len(draft) for draft in drafts]
+        width = max(counts)
+        window = [[row.last, *draft, *[0] * (width - 1 - len(draft))] for row, draft in zip(rows, drafts, strict=True)]
+        tokens = mx.array(window, dtype=mx.int32)
+        with dispatch.step():
+            state.begin(width, counts)
+            logits = self.model(tokens, cache=state.caches)
+            state.commit()
+        drawn = batch.sampler.draw(logits, tokens[:, 1:])
+        mx.eval(drawn.arrays())
+        draws = cast("list[list[int]]", drawn.tokens.tolist())
+        accepted = [verify(draft, draw) for draft, draw in zip(drafts, draws, strict=True)]
+        batch.sampler.commit(drawn.tokens, [a + 1 for a in accepted])
+        back = [count - 1 - a for count, a in zip(counts, accepted, strict=True)]
+        if any(back):
+            state.rollback(back)
+        batch.pending = mx.array([[draw[a]] for draw, a in zip(draws, accepted, strict=True)], dtype=mx.int32)
+        batch.has_fresh = False
+        counters.window_steps += 1
+        counters.proposed_tokens += sum(map(len, drafts))
+        counters.accepted_tokens += sum(accepted)
+        for b, (row, a) in enumerate(zip(rows, accepted, strict=True)):
+            for position in range(a + 1):
+                if not row.open:
+                    break
+                self._take(row, b, position, draws[b][position], drawn)
+
+    def _deliver(self, flight: Flight) -> None:
+        tokens = cast("list[list[int]]", flight.drawn.tokens.tolist())
+        for b, row in enumerate(flight.rows):
+            if row.open:
+                self._take(row, b, 0, tokens[b][0], flight.drawn)
+            else:
+                self.counters.discarded_tokens += 1
+
+    def _take(self, row: Row, b: int, position: int, token: int, drawn: Drawn) -> None:
+        self.counters.generated_tokens += 1
+        try:
+            row.take(token, None if drawn.logprobs is None else drawn.logprobs.score(b, position))
+        except Exception as error:  # noqa: BLE001  (text, stop strings and the sink belong to this request alone)
+            row.job.fail(error, "output_error")
+
+
+def verify(draft: Sequence[int], draws: Sequence[int]) -> int:
+    """How many leading guesses the sampler drew itself."""
+    for a, guess in enumerate(draft):
+        if guess != draws[a]:
+            return a
+    return len(draft)

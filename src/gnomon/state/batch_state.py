@@ -1,0 +1,272 @@
+"""The state of all layers for all rows of one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
+
+from gnomon.state.composite import CompositeLayer
+from gnomon.state.full import FullLayer
+from gnomon.state.layer import LayerState
+from gnomon.state.recurrent import RecurrentLayer
+from gnomon.state.replay import watch
+from gnomon.state.rows import Rows
+from gnomon.state.sliding import SlidingLayer
+from gnomon.state.snapshot import RowSnapshot
+
+DEFAULT_SLACK = 16
+
+
+class UnsupportedCache(ValueError):
+    """A cache type, or a use of one, that no layer state stands in for."""
+
+
+class BatchState:
+    """Layer states of the rows of one batch. It starts with one empty row.
+
+    A forward over a window `[B, width]`:
+
+        state.begin(width, counts)               row b's first counts[b] tokens are real; all of them if counts is None
+        logits = model(tokens, cache=state.caches)
+        state.commit()                           or abort(), if the forward raised
+        state.rollback(back)                     optional: takes back[b] of those tokens off row b
+
+    Between forwards rows come and go: `join`, `keep`, `fork`, `snapshot`, `restore`. Row b's tokens are at positions `0..lengths[b]`
+    whatever the others do. One row alone is held by mlx-lm's own caches, so it issues the same operations on the same shapes.
+    Nothing is evaluated except copies of rows that change places; evaluate `arrays()` with the step's other results.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        templates: Sequence[Any],
+        *,
+        pad_safe: bool = True,
+        slack: int = DEFAULT_SLACK,
+        mask_ndim: int = 4,
+    ) -> None:
+        """`templates` are the caches `mlx_lm` makes for the model; `slack` is how many tokens beyond the first a window may have and still
+        be taken back; `mask_ndim` 5 gives ragged masks `[B, 1, 1, width, n]` to models that split heads into groups.
+
+        Raises `UnsupportedCache` for a cache type that isn't one of mlx-lm's `KVCache`, `RotatingKVCache`, `ArraysCache` or a
+        `CacheList` of those.
+        """
+        if slack < 0:
+            raise ValueError(f"slack must not be negative, got {slack}")
+        self.model = model
+        self.templates = list(templates)
+        self.pad_safe = pad_safe
+        self.slack = slack
+        self.mask_ndim = mask_ndim
+        self.rows = Rows()
+        self.caches: list[LayerState | CompositeLayer] = [self._state_for(template) for template in templates]
+        self.layers: list[LayerState] = list(_leaves(self.caches))
+        self._row_capacity = 1
+        self.has_recurrent = any(isinstance(layer, RecurrentLayer) for layer in self.layers)
+        self.has_sliding = any(isinstance(layer, SlidingLayer) for layer in self.layers)
+        if self.has_recurrent:
+            watch(model)
+
+    def _state_for(self, template: object) -> LayerState | CompositeLayer:
+        # Exact types: a subclass may behave differently in ways that can't be seen from here.
+        if type(template) is KVCache:
+            return FullLayer(self.rows, self.mask_ndim)
+        if type(template) is RotatingKVCache:
+            if template.keep:
+                raise UnsupportedCache(f"a rotating cache that keeps its first {template.keep} tokens is not supported")
+            return SlidingLayer(self.rows, template.max_size, self.slack)
+        if type(template) is ArraysCache:
+            return RecurrentLayer(self.rows, len(template.cache), self.slack, self.pad_safe)
+        if type(template) is CacheList:
+            parts = [self._state_for(part) for part in template.caches]
+            return CompositeLayer([part for part in parts if isinstance(part, LayerState)])
+        raise UnsupportedCache(f"caches of type {type(template).__name__} are not supported")
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens per row."""
+        return list(self.rows.lengths)
+
+    @property
+    def num_rows(self) -> int:
+        return self.rows.num_rows
+
+    def begin(self, width: int, counts: Sequence[int] | None = None) -> None:
+        """Open a forward over a window `[B, width]` whose first `counts[b]` tokens of row b are real.
+
+        Raises `ValueError` for counts outside 0..width, and for a padded window of a lone row or of a model that isn't `pad_safe`.
+        """
+        if counts is not None and any(count != width for count in counts):
+            if self.num_rows == 1:
+                raise ValueError(f"a lone row takes whole windows: width is {width}, counts are {list(counts)}")
+            if not self.pad_safe:
+                raise ValueError(
+                    f"padding disturbs this model: all counts must equal the width {width}, got {list(counts)}"
+                )
+        self.rows.begin(width, counts)
+        for layer in self.layers:
+            layer.begin()
+
+    def commit(self) -> None:
+        """The open forward's real tokens now belong to their rows."""
+        for layer in self.layers:
+            layer.commit()
+        self.rows.commit()
+
+    def abort(self) -> None:
+        """The open forward raised: every row is as it was before `begin`. Does nothing if none is open."""
+        if self.rows.is_open:
+            for layer in self.layers:
+                layer.abort()
+            self.rows.abort()
+
+    def rollback(self, back: Sequence[int]) -> None:
+        """Take `back[b]` of the tokens the last forward gave row b off it again. May be repeated; joining or keeping rows ends it.
+
+        Raises `ValueError` if a row has fewer tokens of the last forward left, and for recurrent or shared sliding layers if
+        that forward was wider than `slack + 1`.
+        """
+        rows = self.rows
+        if rows.is_open:
+            raise ValueError("a forward is open: commit or abort it first")
+        if len(back) != rows.num_rows:
+            raise ValueError(f"back has {len(back)} entries for {rows.num_rows} rows")
+        for row, (n, count) in enumerate(zip(back, rows.counts, strict=True)):
+            if n < 0 or n > count:
+                raise ValueError(f"row {row}: back must lie in 0..{count}, the tokens of the last forward, got {n}")
+        if not any(back):
+            return
+        bounded = self.has_recurrent or (self.has_sliding and rows.num_rows > 1)
+        if bounded and rows.width > self.slack + 1:
+            raise ValueError(
+                f"a window of {rows.width} tokens can't be taken back: the limit is slack + 1 = {self.slack + 1}"
+            )
+        for layer in self.layers:
+            layer.rollback(back)
+        rows.rollback(back)
+
+    def keep(self, order: Sequence[int]) -> None:
+        """Row `i` becomes what row `order[i]` was; rows not named go.
+
+        Only rows that change places are copied, so `order_without` is the cheap way to let rows go. Raises `ValueError` for an empty
+        order, an unknown row, or one named twice.
+        """
+        self._must_be_closed()
+        if not order or len(set(order)) != len(order) or any(row < 0 or row >= self.num_rows for row in order):
+            raise ValueError(
+                f"order must name at least one of the rows 0..{self.num_rows - 1}, each once; got {list(order)}"
+            )
+        # Half of the capacity stays free at most, so that rows coming and going don't resize every time.
+        capacity = self._row_capacity
+        while capacity > 1 and len(order) * 4 <= capacity:
+            capacity //= 2
+        self._row_capacity = 1 if len(order) == 1 else capacity
+        for layer in self.layers:
+            layer.keep(order, self._row_capacity)
+        self.rows.keep(order)
+
+    def order_without(self, leaving: Collection[int]) -> list[int]:
+        """The order for `keep` that lets the given rows go and moves the fewest others: last rows fill the holes."""
+        staying = [row for row in range(self.num_rows) if row not in leaving]
+        order = list(range(len(staying)))
+        movers = [row for row in staying if row >= len(staying)]
+        for row in order:
+            if row in leaving:
+                order[row] = movers.pop()
+        return order
+
+    def join(self, other: BatchState) -> None:
+        """Append the rows of `other`, a state of the same model, which must not be used afterwards. The rows here are not copied unless
+        their buffers are full or the newcomers are longer than those."""
+        self._must_be_closed()
+        other._must_be_closed()
+        if other is self:
+            raise ValueError("a state can't join itself")
+        if len(other.layers) != len(self.layers) or other.slack != self.slack:
+            raise ValueError("only states of the same model and slack can join")
+        total = self.num_rows + other.num_rows
+        if total > self._row_capacity:
+            self._row_capacity = 1 << (total - 1).bit_length()
+        for mine, theirs in zip(self.layers, other.layers, strict=True):
+            mine.join(theirs, self._row_capacity)
+        self.rows.join(other.rows)
+
+    def snapshot(self, row: int) -> RowSnapshot:
+        """A copy of one row that shares no memory with this state. Lazy: evaluate its `arrays()` before the next forward, or that forward's
+        appends copy whole buffers."""
+        self._must_be_closed()
+        if not 0 <= row < self.num_rows:
+            raise ValueError(f"row must lie in 0..{self.num_rows - 1}, got {row}")
+        return RowSnapshot(self.rows.lengths[row], tuple(layer.snapshot(row) for layer in self.layers))
+
+    def fork(self, row: int) -> BatchState:
+        """An independent copy of one row. Lazy, like `snapshot`."""
+        return self._revived(self.snapshot(row))
+
+    @classmethod
+    def restore(
+        cls,
+        model: nn.Module,
+        templates: Sequence[Any],
+        snapshot: RowSnapshot,
+        *,
+        pad_safe: bool = True,
+        slack: int = DEFAULT_SLACK,
+        mask_ndim: int = 4,
+    ) -> BatchState:
+        """A state of one row with the captured bits. The snapshot stays as it is and can be restored again.
+
+        Raises `ValueError` if the snapshot's layers are not this model's.
+        """
+        state = cls(model, templates, pad_safe=pad_safe, slack=slack, mask_ndim=mask_ndim)
+        state._adopt(snapshot)
+        return state
+
+    def arrays(self) -> list[mx.array]:
+        """What to evaluate so that the whole state is computed."""
+        return [array for layer in self.layers for array in layer.arrays()]
+
+    def nbytes(self) -> int:
+        """Bytes held by all layers, spare capacity included."""
+        return sum(layer.bytes_held() for layer in self.layers)
+
+    def check_integrity(self) -> None:
+        """Raise `RuntimeError` naming every layer whose state contradicts the rows."""
+        problems = [f"layer {i}: {problem}" for i, layer in enumerate(self.layers) for problem in layer.problems()]
+        if self.rows.is_open:
+            problems.append("a forward is open")
+        if self._row_capacity < self.num_rows:
+            problems.append(f"capacity for {self._row_capacity} rows, but there are {self.num_rows}")
+        if problems:
+            raise RuntimeError("inconsistent batch state: " + "; ".join(problems))
+
+    def _revived(self, snapshot: RowSnapshot) -> BatchState:
+        return BatchState.restore(
+            self.model, self.templates, snapshot, pad_safe=self.pad_safe, slack=self.slack, mask_ndim=self.mask_ndim
+        )
+
+    def _adopt(self, snapshot: RowSnapshot) -> None:
+        kinds = [layer.kind for layer in self.layers]
+        if [layer.kind for layer in snapshot.layers] != kinds:
+            raise ValueError(
+                f"the snapshot's layers are not this model's: {len(snapshot.layers)} against {len(kinds)} states"
+            )
+        self.rows.lengths = [snapshot.length]
+        for layer, taken in zip(self.layers, snapshot.layers, strict=True):
+            layer.restore(taken)
+
+    def _must_be_closed(self) -> None:
+        if self.rows.is_open:
+            raise ValueError("a forward is open: commit or abort it first")
+
+
+def _leaves(caches: Sequence[LayerState | CompositeLayer]) -> Iterator[LayerState]:
+    for cache in caches:
+        if isinstance(cache, CompositeLayer):
+            yield from cache
+        else:
+            yield cache

@@ -1,0 +1,214 @@
+"""Full attention: every position keeps its keys and values. Latent attention (MLA) is the same with other widths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache, create_attention_mask
+
+from gnomon.state.buffer import RowBuffer, copied, round_slots
+from gnomon.state.layer import LayerState
+from gnomon.state.rows import Rows
+from gnomon.state.snapshot import LayerKind, LayerSnapshot
+
+KeysValues = tuple[mx.array, mx.array]
+
+
+class FullLayer(LayerState):
+    """Keys and values of row `b`, position `p`, at slot `p` of row `b`.
+
+    A lone row is an mlx-lm `KVCache`, so the operations and shapes are mlx-lm's. Two rows and more share a `RowBuffer`: an append
+    writes each row at its own length, and a mask made from the lengths hides what lies beyond them.
+    """
+
+    kind: LayerKind = "full"
+
+    def __init__(self, rows: Rows, mask_ndim: int = 4) -> None:
+        self.rows = rows
+        self.mask_ndim = mask_ndim
+        self._lone: KVCache | None = KVCache()
+        self._buffer = RowBuffer(1)
+
+    # What models call.
+
+    @property
+    def offset(self) -> int | mx.array:
+        """Position of the window's first token: a number for a lone row, as mlx-lm has it; int32 `[B]` for several."""
+        return self.rows.offsets if self._lone is None else self._lone.offset
+
+    @property
+    def keys(self) -> mx.array | None:
+        return self._buffer.keys if self._lone is None else self._lone.keys
+
+    @keys.setter
+    def keys(self, value: mx.array) -> None:
+        if self._lone is None:
+            self._buffer.keys = value
+        else:
+            self._lone.keys = value
+
+    @property
+    def values(self) -> mx.array | None:
+        return self._buffer.values if self._lone is None else self._lone.values
+
+    @values.setter
+    def values(self, value: mx.array) -> None:
+        if self._lone is None:
+            self._buffer.values = value
+        else:
+            self._lone.values = value
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Append `[B, heads, width, dim]` and return all keys and values `[B, heads, n, dim]`, n being the longest row's end."""
+        if self._lone is not None:
+            return cast(KeysValues, self._lone.update_and_fetch(keys, values))
+        rows = self.rows
+        if rows.end > self._buffer.slots:
+            # A quarter of slack keeps the copies of all growing rows a constant share of the work.
+            self._buffer.reserve(round_slots(max(rows.end, self._buffer.slots * 5 // 4)), keys, values)
+        if rows.is_even:
+            self._buffer.append(rows.lengths[0], keys, values)
+        else:
+            self._buffer.scatter(rows.slots(self._buffer.row_capacity), keys, values)
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """What the last append returned, for layers that share this one's keys."""
+        if self._lone is not None:
+            return cast(KeysValues, self._lone.keys_and_values())
+        return self._buffer.view(self.rows.num_rows, self.rows.end)
+
+    def make_mask(
+        self, width: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array | str | None:
+        """The mask of the open forward: mlx-lm's own if all rows are equally long, else bool `[B, 1, width, n]`."""
+        rows = self.rows
+        if self._lone is not None:
+            return self._lone.make_mask(width, return_array=return_array, window_size=window_size)
+        if rows.is_even:
+            return create_attention_mask(width, rows.lengths[0], return_array, window_size)
+
+        def make() -> mx.array:
+            queries = rows.positions[:, None, :, None]
+            slots = mx.arange(rows.end, dtype=mx.int32)[None, None, None]
+            mask = slots <= queries
+            if window_size is not None:
+                mask = mask & (slots > queries - window_size)
+            return mask if self.mask_ndim == 4 else mask[:, :, None]
+
+        return rows.memo(("full mask", window_size, self.mask_ndim), make)
+
+    def size(self) -> int:
+        return max(self.rows.lengths)
+
+    def is_trimmable(self) -> bool:
+        return True
+
+    # What BatchState calls.
+
+    def abort(self) -> None:
+        if self._lone is not None:
+            self._lone.trim(self._lone.offset - self.rows.lengths[0])
+
+    def rollback(self, back: Sequence[int]) -> None:
+        if self._lone is not None:
+            self._lone.trim(back[0])
+
+    def keep(self, order: Sequence[int], row_capacity: int) -> None:
+        if self._lone is not None:
+            return
+        lengths = self.rows.lengths
+        if len(order) == 1:
+            self._separate(order[0])
+            return
+        self._buffer.permute(order, max((lengths[s] for i, s in enumerate(order) if i != s), default=0))
+        needed = round_slots(max(lengths[row] for row in order) + 1)
+        # Far too large after a long row left: shrinking costs the rows' own lengths.
+        slots = needed if needed * 4 <= self._buffer.slots else self._buffer.slots
+        if row_capacity != self._buffer.row_capacity or slots != self._buffer.slots:
+            self._buffer.resize(row_capacity, slots, len(order))
+
+    def join(self, other: LayerState, row_capacity: int) -> None:
+        if not isinstance(other, FullLayer):
+            raise TypeError(f"a full layer can't take rows of a {other.kind} layer")
+        first, num_new = self.rows.num_rows, other.rows.num_rows
+        mine = self._share(row_capacity)
+        keys, values, length = other._used()
+        slots = max(round_slots(length), mine.slots)
+        if row_capacity != mine.row_capacity or slots > mine.slots:
+            mine.resize(row_capacity, slots, first)
+        if keys is not None and values is not None:
+            mine.reserve(slots, keys, values)
+        for row in range(first, first + num_new):
+            mine.clear(row)
+        if keys is not None and values is not None:
+            mine.write(first, 0, keys, values)
+
+    def snapshot(self, row: int) -> LayerSnapshot:
+        length = self.rows.lengths[row]
+        keys, values = self.keys, self.values
+        if not length or keys is None or values is None:
+            return LayerSnapshot("full", {}, {"length": 0})
+        arrays = {
+            "keys": copied(keys[row : row + 1, :, :length]),
+            "values": copied(values[row : row + 1, :, :length]),
+        }
+        return LayerSnapshot("full", arrays, {"length": length})
+
+    def restore(self, snapshot: LayerSnapshot) -> None:
+        self._lone, self._buffer = KVCache(), RowBuffer(1)
+        if snapshot.arrays:
+            # No copy: there is no free slot, so the first append makes new arrays.
+            self._lone.state = snapshot.arrays["keys"], snapshot.arrays["values"], snapshot.numbers["length"]
+
+    def arrays(self) -> list[mx.array]:
+        return [array for array in (self.keys, self.values) if array is not None]
+
+    def bytes_held(self) -> int:
+        return sum(array.nbytes for array in self.arrays())
+
+    def problems(self) -> list[str]:
+        rows, found = self.rows, list[str]()
+        if (self._lone is not None) != (rows.num_rows == 1):
+            found.append(
+                f"{rows.num_rows} rows, but the layout is {'a lone row' if self._lone is not None else 'shared'}"
+            )
+        if self._lone is not None and self._lone.offset != rows.lengths[0]:
+            found.append(f"offset is {self._lone.offset}, the row has {rows.lengths[0]} tokens")
+        for name, array in (("keys", self.keys), ("values", self.values)):
+            if array is None:
+                if any(rows.lengths):
+                    found.append(f"no {name} for rows of lengths {rows.lengths}")
+            elif array.shape[0] < rows.num_rows or array.shape[2] < max(rows.lengths):
+                found.append(f"{name} of shape {array.shape} are too small for rows of lengths {rows.lengths}")
+        return found
+
+    def _used(self) -> tuple[mx.array | None, mx.array | None, int]:
+        """Views of all rows' slots up to the longest row's end, and that end; None before the first token."""
+        length = max(self.rows.lengths)
+        if self.keys is None or self.values is None:
+            return None, None, 0
+        rows = self.rows.num_rows
+        return self.keys[:rows, :, :length], self.values[:rows, :, :length], length
+
+    def _separate(self, row: int) -> None:
+        """Become the lone row that `row` is."""
+        length, shared = self.rows.lengths[row], self._buffer
+        self._lone, self._buffer = KVCache(), RowBuffer(1)
+        if length and shared.keys is not None and shared.values is not None:
+            own = RowBuffer(1)
+            own.reserve(round_slots(length + 1), shared.keys, shared.values)
+            own.write(0, 0, shared.keys[row : row + 1, :, :length], shared.values[row : row + 1, :, :length])
+            self._lone.state = own.keys, own.values, length
+
+    def _share(self, row_capacity: int) -> RowBuffer:
+        """The buffer, with a lone row moved into it."""
+        if self._lone is not None:
+            lone, self._lone = self._lone, None
+            self._buffer = RowBuffer(row_capacity)
+            if lone.keys is not None and lone.values is not None:
+                self._buffer.reserve(round_slots(lone.offset + 1), lone.keys, lone.values)
+                self._buffer.write(0, 0, lone.keys[..., : lone.offset, :], lone.values[..., : lone.offset, :])
+        return self._buffer

@@ -1,0 +1,69 @@
+"""What every layer state answers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from gnomon.state.rows import Rows
+from gnomon.state.snapshot import LayerKind, LayerSnapshot
+
+# A layer state is what mlx-lm's models take for a cache. They test `if cache:` and select quantised attention by an attribute `bits`,
+# so no layer state may define `__len__`, `__bool__` or `bits`.
+
+
+class LayerState(ABC):
+    """State of one layer for all rows of a batch.
+
+    `BatchState` calls the verbs below between forwards and before it changes the rows they share; the model calls the rest of the
+    cache's interface during a forward.
+    """
+
+    rows: Rows
+    kind: LayerKind
+
+    def begin(self) -> None:
+        """A forward over the window described by `rows` opens."""
+        return
+
+    def commit(self) -> None:
+        """The forward ended well. `rows` still has the lengths before it."""
+        return
+
+    @abstractmethod
+    def abort(self) -> None:
+        """The forward failed: go back to the state before it. `rows` still has the lengths before it."""
+
+    @abstractmethod
+    def rollback(self, back: Sequence[int]) -> None:
+        """Take back `back[b]` of the tokens the last forward gave row `b`. `rows` still has the lengths after the forward."""
+
+    @abstractmethod
+    def keep(self, order: Sequence[int], row_capacity: int) -> None:
+        """Row `i` becomes what row `order[i]` was; others go. Buffers get room for `row_capacity` rows."""
+
+    @abstractmethod
+    def join(self, other: LayerState, row_capacity: int) -> None:
+        """Append the rows of `other`, which is used up. Buffers get room for `row_capacity` rows."""
+
+    @abstractmethod
+    def snapshot(self, row: int) -> LayerSnapshot:
+        """A copy of one row's state."""
+
+    @abstractmethod
+    def restore(self, snapshot: LayerSnapshot) -> None:
+        """Become the one row of the snapshot; this state must be a lone empty row."""
+
+    @abstractmethod
+    def arrays(self) -> list[mx.array]:
+        """All arrays held, to evaluate."""
+
+    @abstractmethod
+    def bytes_held(self) -> int:
+        """Bytes held, spare capacity included."""
+
+    @abstractmethod
+    def problems(self) -> list[str]:
+        """What is inconsistent between this state and `rows`; empty if all is well."""

@@ -1,0 +1,40 @@
+"""One row's state, copied out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import mlx.core as mx
+
+LayerKind = Literal["full", "sliding", "recurrent"]
+
+
+@dataclass(frozen=True)
+class LayerSnapshot:
+    """One layer's state of one row.
+
+    `arrays`: for a full layer `keys` and `values` `[1, heads, length, dim]`; for a sliding layer the same in mlx-lm's rotating layout,
+    with `index` (next slot), `window` and `length` in `numbers`; for a recurrent layer its arrays `[1, ...]` by position, absent ones
+    left out. A layer that has seen no token has no arrays.
+    """
+
+    kind: LayerKind
+    arrays: dict[str, mx.array]
+    numbers: dict[str, int]
+
+
+@dataclass(frozen=True)
+class RowSnapshot:
+    """All layers of one row after `length` tokens, the parts of composite layers one by one. It shares no memory with its batch."""
+
+    length: int
+    layers: tuple[LayerSnapshot, ...]
+
+    def arrays(self) -> list[mx.array]:
+        """What to evaluate."""
+        return [array for layer in self.layers for array in layer.arrays.values()]
+
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(array.nbytes for array in self.arrays())
