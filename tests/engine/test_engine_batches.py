@@ -88,9 +88,11 @@ def run(model_type: str, dtype: mx.Dtype, rows: int, wanted: list[Plan]) -> tupl
         rig.submit(Request(str(i), prompt_of(plan.length), sampling, plan.tokens, ignore_eos=True))
         if plan.cancel_after is not None:
             cancels.setdefault(turn + 1 + plan.cancel_after, []).append(str(i))
-    while rig.core.has_work or turn == 0:
+    has_work = True
+    while has_work:
         rig.turn()
         turn += 1
+        has_work = rig.core.has_work
         rig.core.batch.check_integrity()
         assert rig.core.batch.num_open <= rows
         for request_id in cancels.pop(turn, ()):
