@@ -173,8 +173,9 @@ class Hub:
                 except httpx2.TransportError as error:
                     failures = 1 if sink.tell() > before else failures + 1
                     if failures > _TRIES:
+                        reached = f"{sink.tell()} of {file.size} bytes"
                         raise HubError(
-                            f"{repo}: {file.name} broke off at {sink.tell()} of {file.size} bytes ({error}); run the command again to continue"
+                            f"{repo}: {file.name} broke off at {reached} ({error}); run the command again to continue"
                         ) from error
                     sink.flush()
                     time.sleep(self.pause * failures)
