@@ -51,7 +51,16 @@ _COMMON = (
     "-DNB_DOMAIN=mlx",
 )
 _ISA_FLAGS: dict[str, tuple[str, ...]] = {
-    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c", "-mprefer-vector-width=512"),
+    "avx512": (
+        "-mavx512f",
+        "-mavx512bw",
+        "-mavx512vl",
+        "-mavx512dq",
+        "-mavx2",
+        "-mfma",
+        "-mf16c",
+        "-mprefer-vector-width=512",
+    ),
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
     "neon": (),
     "portable": (),
@@ -288,12 +297,18 @@ def _run(line: list[str]) -> None:
     except OSError as e:
         raise BuildError(f"the C++ compiler does not run: {e}") from e
     if done.returncode:
-        errors = [text for text in done.stderr.splitlines() if "error" in text] or done.stderr.splitlines() or [f"status {done.returncode}"]
+        errors = (
+            [text for text in done.stderr.splitlines() if "error" in text]
+            or done.stderr.splitlines()
+            or [f"status {done.returncode}"]
+        )
         raise BuildError(f"compiling the native kernels failed: {errors[0].strip()}", log=done.stderr)
 
 
 def _build(tools: Toolchain, cache: Path, home: Path, progress: Callable[[str], None]) -> float:
-    progress(f"Building the native CPU kernels for {', '.join(tools.isas)} with {tools.compiler_version} (once on this machine, about 15 s)")
+    progress(
+        f"Building the native CPU kernels for {', '.join(tools.isas)} with {tools.compiler_version} (once on this machine, about 15 s)"
+    )
     start = time.monotonic()
     with tempfile.TemporaryDirectory(dir=cache, prefix="building-") as room:
         objects, result = Path(room), Path(room) / "result"
@@ -311,7 +326,12 @@ def _build(tools: Toolchain, cache: Path, home: Path, progress: Callable[[str], 
         _run([*link, *tools.flags, f"-L{mlx_lib}", "-lmlx", f"-Wl,-rpath,{mlx_lib}", "-pthread"])
         seconds = time.monotonic() - start
         digest = hashlib.sha256(library.read_bytes()).hexdigest()
-        manifest = {"key": tools.key, "sha256": digest, "seconds": round(seconds, 1), **{f: getattr(tools, f) for f in tools.__slots__}}
+        manifest = {
+            "key": tools.key,
+            "sha256": digest,
+            "seconds": round(seconds, 1),
+            **{f: getattr(tools, f) for f in tools.__slots__},
+        }
         (result / "build.json").write_text(json.dumps(manifest, indent=1))
         library.chmod(0o700)
         (result / "build.json").chmod(0o600)
