@@ -77,7 +77,9 @@ def affine(data: Bytes, kind: Kind) -> Affine:
         with np.errstate(over="ignore"):
             biases = scales * np.float16(-(1 << (bits - 1)))
         if not np.isfinite(biases[np.isfinite(scales)]).all():
-            raise UnsupportedGGUF(f"{kind.name}: the largest scale {np.abs(scales).max()} overflows float16 as an affine bias")
+            raise UnsupportedGGUF(
+                f"{kind.name}: the largest scale {np.abs(scales).max()} overflows float16 as an affine bias"
+            )
     if bits == 8:
         codes = np.ascontiguousarray(blocks[:, :, at:]) ^ np.uint8(0x80)
     else:

@@ -94,7 +94,11 @@ def _open(source: Path) -> GGUFReader:
         raise FileNotFoundError(f"there is no file {source}")
     try:
         return GGUFReader(source)
-    except (ValueError, IndexError, KeyError) as error:  # what the reader raises on bytes that aren't GGUF, and on truncated files
+    except (
+        ValueError,
+        IndexError,
+        KeyError,
+    ) as error:  # what the reader raises on bytes that aren't GGUF, and on truncated files
         raise UnsupportedGGUF(f"{source.name} is not a whole GGUF file: {error}") from error
 
 
@@ -128,7 +132,9 @@ def _order(name: str, architecture: Architecture, fields: Fields) -> NDArray[np.
     return None
 
 
-def _vector(tensor: ReaderTensor, name: str, shape: tuple[int, ...], offset: float, order: NDArray[np.intp] | None) -> _Output:
+def _vector(
+    tensor: ReaderTensor, name: str, shape: tuple[int, ...], offset: float, order: NDArray[np.intp] | None
+) -> _Output:
     def chunks() -> Iterator[NDArray[Any]]:
         values = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
         yield (values if order is None else values[order]) - np.float32(offset)
@@ -136,7 +142,9 @@ def _vector(tensor: ReaderTensor, name: str, shape: tuple[int, ...], offset: flo
     return _Output(name, "F32", shape, chunks)
 
 
-def _matrix(plan: _Plan, tensor: ReaderTensor, name: str, shape: tuple[int, ...], order: NDArray[np.intp] | None) -> None:
+def _matrix(
+    plan: _Plan, tensor: ReaderTensor, name: str, shape: tuple[int, ...], order: NDArray[np.intp] | None
+) -> None:
     kind, data = tensor.tensor_type, tensor.data
     rows, cols = shape
 
@@ -150,8 +158,18 @@ def _matrix(plan: _Plan, tensor: ReaderTensor, name: str, shape: tuple[int, ...]
         module = name.removesuffix(".weight")
         plan.outputs += [
             _Output(name, "U32", (rows, cols * bits // 32), lambda: (affine(blocks(at), kind).weight for at in starts)),
-            _Output(f"{module}.scales", "F16", (rows, cols // GROUP), lambda: (affine(blocks(at), kind).scales for at in starts)),
-            _Output(f"{module}.biases", "F16", (rows, cols // GROUP), lambda: (affine(blocks(at), kind).biases for at in starts)),
+            _Output(
+                f"{module}.scales",
+                "F16",
+                (rows, cols // GROUP),
+                lambda: (affine(blocks(at), kind).scales for at in starts),
+            ),
+            _Output(
+                f"{module}.biases",
+                "F16",
+                (rows, cols // GROUP),
+                lambda: (affine(blocks(at), kind).biases for at in starts),
+            ),
         ]
         plan.quantization[module] = {"group_size": GROUP, "bits": bits, "mode": "affine"}
         plan.affine += 1
@@ -159,7 +177,9 @@ def _matrix(plan: _Plan, tensor: ReaderTensor, name: str, shape: tuple[int, ...]
         plan.outputs.append(_Output(name, _PLAIN[kind], shape, lambda: (blocks(at) for at in starts)))
     else:
         _check_known(tensor)
-        plan.outputs.append(_Output(name, "BF16", shape, lambda: (to_bfloat16(dequantize(blocks(at), kind)) for at in starts)))
+        plan.outputs.append(
+            _Output(name, "BF16", shape, lambda: (to_bfloat16(dequantize(blocks(at), kind)) for at in starts))
+        )
         plan.widened += 1
 
 
@@ -167,7 +187,9 @@ def _check_known(tensor: ReaderTensor) -> None:
     try:
         dequantize(tensor.data[:1], tensor.tensor_type)
     except NotImplementedError as error:
-        raise UnsupportedGGUF(f"tensor {tensor.name} is {tensor.tensor_type.name}, which the gguf package can't dequantise") from error
+        raise UnsupportedGGUF(
+            f"tensor {tensor.name} is {tensor.tensor_type.name}, which the gguf package can't dequantise"
+        ) from error
 
 
 def _config(tensors: list[ReaderTensor], metadata: dict[str, Any], plan: _Plan) -> dict[str, Any]:
@@ -204,7 +226,9 @@ def _write_safetensors(file: BinaryIO, outputs: list[_Output], total: int, progr
         for chunk in output.chunks():
             file.write(np.ascontiguousarray(chunk).data)
         if file.tell() - before != output.nbytes:
-            raise UnsupportedGGUF(f"tensor {output.name} has {file.tell() - before} bytes where its shape needs {output.nbytes}")
+            raise UnsupportedGGUF(
+                f"tensor {output.name} has {file.tell() - before} bytes where its shape needs {output.nbytes}"
+            )
         done += output.nbytes
         if progress is not None:
             progress(done, total)
