@@ -234,13 +234,15 @@ class Engine:
             raise EngineUnavailable("the engine is draining and takes no new requests")
 
     def _refuse_if_full(self) -> None:
-        core, counters = self._core, self._counters
-        num_waiting = sum(not job.admitted for job in self._open.values())
-        num_free = max(0, core.scheduler.num_free) if core is not None else 0
-        if num_waiting < self.config.queue + num_free:
+        rows = self.config.batch if self.model.batchable else 1
+        jobs = list(self._open.values())
+        num_waiting = sum(not job.admitted for job in jobs)
+        num_taken = sum(min(job.num_unfinished, rows) for job in jobs if job.admitted)
+        # Those that a free row awaits are only on their way.
+        if num_waiting < self.config.queue + max(0, rows - num_taken):
             return
-        counters.refused_requests += 1
-        seconds = admission.retry_after(1, self.config.batch, counters.request_seconds)
+        self._counters.refused_requests += 1
+        seconds = admission.retry_after(1, rows, self._counters.request_seconds)
         raise QueueFull(f"{num_waiting} requests wait already, the limit is {self.config.queue}", seconds)
 
     # The thread

@@ -54,6 +54,11 @@ class Job:
     def num_unstarted(self) -> int:
         return self.request.n - len(self.rows)
 
+    @property
+    def num_unfinished(self) -> int:
+        """Choices that still need a row or have one."""
+        return self.request.n - sum(not row.open for row in self.rows) if self.open else 0
+
     def begin_row(self, tokenizer: Tokenizer, eos_ids: Collection[int], make_proposer: ProposerFactory | None) -> Row:
         """The next choice. Raises what making its text output or proposer raises."""
         request, index = self.request, len(self.rows)
