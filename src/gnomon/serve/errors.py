@@ -126,6 +126,10 @@ _TYPES = {
 }
 
 
+def _limit(limit: float) -> str:
+    return str(int(limit)) if limit == int(limit) else str(limit)
+
+
 def _describe(error: ErrorDetails) -> str:
     kind, value, about = error["type"], show(error["input"]), error.get("ctx", {})
     if kind == "missing":
@@ -133,9 +137,9 @@ def _describe(error: ErrorDetails) -> str:
     if kind in _TYPES:
         return f"must be of type {_TYPES[kind]}, got {value}"
     if kind == "greater_than_equal":
-        return f"must be at least {about['ge']:.12g}, got {value}"
+        return f"must be at least {_limit(about['ge'])}, got {value}"
     if kind == "less_than_equal":
-        return f"must be at most {about['le']:.12g}, got {value}"
+        return f"must be at most {_limit(about['le'])}, got {value}"
     if kind == "finite_number":
         return f"must be a finite number, got {value}"
     if kind == "literal_error":
