@@ -253,9 +253,9 @@ def test_a_full_preparation_queue_is_answered_429() -> None:
         go = threading.Event()
         encode = services.vocabulary.encode
 
-        def slow(text: str, special: bool = False) -> list[int]:
+        def slow(text: str, *, special: bool = False) -> list[int]:
             assert go.wait(20)
-            return encode(text, special)
+            return encode(text, special=special)
 
         services.vocabulary.encode = slow
         with (
