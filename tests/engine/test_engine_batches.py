@@ -5,39 +5,38 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-import mlx.core as mx
 import numpy as np
 import pytest
-import tiny
-from engine_fixtures import Rig, tiny_loaded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx import nn
 from proposers import ERRORS, Oracle
-from solo import GAP_BOUNDS, Solo, solo, ties_until_equal
 
+from engine_fixtures import VOCAB_SIZE, Rig, tiny_loaded
 from gnomon.config import EngineConfig
 from gnomon.engine.api import Delta, Finished, Request, SamplingParams
 from gnomon.models.load import LoadedModel
 from gnomon.propose import Proposer
+from solo import GAP_BOUNDS, Solo, solo, ties_until_equal
 
 TYPES = ("llama", "qwen3", "qwen3_5", "gemma3", "gemma4", "qwen3_moe", "deepseek_v3", "gpt_oss", "mamba2")
-LENGTHS = (1, 2, 3, 9, 23, 24, 25, 40, 64, 65, 66, 130)
 STEPS = 24
 CHUNK = 64
+LENGTHS = (1, 2, 3, 9, 25, 39, 40, 41, 64, 65, 66, 130)
+"""Around the window (40) and the chunk."""
 
 
 @cache
-def loaded(model_type: str, dtype: mx.Dtype) -> LoadedModel:
+def loaded(model_type: str, dtype: str) -> LoadedModel:
     return tiny_loaded(model_type, dtype)
 
 
 def prompt_of(length: int) -> tuple[int, ...]:
-    return tuple(np.random.default_rng(length).integers(2, tiny.VOCAB, length).tolist())
+    return tuple(np.random.default_rng(length).integers(2, VOCAB_SIZE, length).tolist())
 
 
 @cache
-def alone(model_type: str, dtype: mx.Dtype, length: int) -> Solo:
+def alone(model_type: str, dtype: str, length: int) -> Solo:
     model: nn.Module = loaded(model_type, dtype).model
     return solo(model, prompt_of(length), STEPS, CHUNK)
 
@@ -65,7 +64,7 @@ plans = st.builds(
 )
 
 
-def run(model_type: str, dtype: mx.Dtype, rows: int, wanted: list[Plan]) -> tuple[int, int]:
+def run(model_type: str, dtype: str, rows: int, wanted: list[Plan]) -> tuple[int, int]:
     """Play the plans and hold every request against its solo run; (ties that decided, tokens compared)."""
 
     def propose(request: Request, index: int) -> Proposer | None:
@@ -73,7 +72,7 @@ def run(model_type: str, dtype: mx.Dtype, rows: int, wanted: list[Plan]) -> tupl
         if plan.proposer is None:
             return None
         answer = alone(model_type, dtype, plan.length).ids
-        return Oracle(answer, tiny.VOCAB, ERRORS[plan.proposer], seed=int(request.id))
+        return Oracle(answer, VOCAB_SIZE, ERRORS[plan.proposer], seed=int(request.id))
 
     rig = Rig(loaded(model_type, dtype), EngineConfig(batch=rows, prefill_chunk=CHUNK), propose)
     cancels: dict[int, list[str]] = {}
@@ -120,25 +119,25 @@ def run(model_type: str, dtype: mx.Dtype, rows: int, wanted: list[Plan]) -> tupl
 @pytest.mark.parametrize("rows", [2, 3, 8])
 @pytest.mark.parametrize("model_type", TYPES)
 def test_batches_give_the_solo_tokens(model_type: str, rows: int) -> None:
-    @settings(max_examples=4, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=3, deadline=None, derandomize=True, database=None)
     @given(st.lists(plans, min_size=2, max_size=rows + 3))
     def play(wanted: list[Plan]) -> None:
         # Measured differences between schedules are a few 1e-6 here, and no two candidates that near: no tie should decide.
-        ties, _ = run(model_type, mx.float32, rows, wanted)
+        ties, _ = run(model_type, "float32", rows, wanted)
         assert not ties
 
     play()
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3_5", "gemma3", "gemma4", "mamba2"])
+@pytest.mark.parametrize("model_type", TYPES)
 def test_batches_in_bfloat16(model_type: str) -> None:
     """Random models in bfloat16 do tie; the cap says that most runs never meet a decisive one."""
     total = [0, 0]
 
-    @settings(max_examples=4, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=3, deadline=None, derandomize=True, database=None)
     @given(st.lists(plans, min_size=4, max_size=9))
     def play(wanted: list[Plan]) -> None:
-        ties, compared = run(model_type, mx.bfloat16, 4, wanted)
+        ties, compared = run(model_type, "bfloat16", 4, wanted)
         total[0] += ties
         total[1] += compared
 
@@ -147,12 +146,10 @@ def test_batches_in_bfloat16(model_type: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("model_type", TYPES)
-def test_many_batches(model_type: str, dtype: mx.Dtype) -> None:
+def test_many_batches(model_type: str, dtype: str) -> None:
     """The long version of the two above."""
-    if dtype == mx.bfloat16 and model_type in ("qwen3_moe", "deepseek_v3", "gpt_oss"):
-        pytest.skip("MLX's CPU backend gathers expert matrices in float32 only")
 
     @settings(max_examples=100, deadline=None, database=None)
     @given(st.integers(1, 8), st.lists(plans, min_size=2, max_size=14))

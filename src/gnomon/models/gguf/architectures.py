@@ -126,18 +126,26 @@ def architecture_of(metadata: Metadata) -> tuple[str, Architecture]:
     """The file's architecture. Raises `UnsupportedGGUF` naming it and the supported ones when it isn't among them."""
     name = str(metadata.get("general.architecture"))
     if name not in ARCHITECTURES:
-        raise UnsupportedGGUF(f"general.architecture {name!r} is not supported; supported: {', '.join(sorted(ARCHITECTURES))}")
+        raise UnsupportedGGUF(
+            f"general.architecture {name!r} is not supported; supported: {', '.join(sorted(ARCHITECTURES))}"
+        )
     if metadata.get(f"{name}.expert_count"):
-        raise UnsupportedGGUF(f"{name}.expert_count is {metadata[f'{name}.expert_count']}: mixture-of-experts GGUF files are not supported")
+        raise UnsupportedGGUF(
+            f"{name}.expert_count is {metadata[f'{name}.expert_count']}: mixture-of-experts GGUF files are not supported"
+        )
     return name, ARCHITECTURES[name]
 
 
-def config_of(metadata: Metadata, tied: bool, vocab_size: int, rope_factors: NDArray[np.float32] | None) -> dict[str, Any]:
+def config_of(
+    metadata: Metadata, tied: bool, vocab_size: int, rope_factors: NDArray[np.float32] | None
+) -> dict[str, Any]:
     """config.json for the file, without the quantisation part. `rope_factors` is the file's rope_freqs tensor, if any."""
     name, architecture = architecture_of(metadata)
     fields = Fields(metadata, name)
     if isinstance(fields.need("attention.head_count"), Sequence):
-        raise UnsupportedGGUF(f"{name}.attention.head_count differs by layer, which {architecture.model_type} can't express")
+        raise UnsupportedGGUF(
+            f"{name}.attention.head_count differs by layer, which {architecture.model_type} can't express"
+        )
     config: dict[str, Any] = {
         "architectures": [architecture.class_name],
         "model_type": architecture.model_type,
@@ -173,7 +181,9 @@ def _rope_scaling(fields: Fields, factors: NDArray[np.float32] | None) -> dict[s
         return {"rope_type": "linear", "factor": factor}
     if kind == "yarn" and (original := fields.get("rope.scaling.original_context_length")):
         return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": int(original)}
-    raise UnsupportedGGUF(f"{fields.architecture}.rope.scaling.type {kind!r} is not supported; supported: none, linear, yarn")
+    raise UnsupportedGGUF(
+        f"{fields.architecture}.rope.scaling.type {kind!r} is not supported; supported: none, linear, yarn"
+    )
 
 
 def _llama3_scaling(fields: Fields, factors: NDArray[np.float32]) -> dict[str, Any]:
@@ -189,7 +199,9 @@ def _llama3_scaling(fields: Fields, factors: NDArray[np.float32]) -> dict[str, A
                 "high_freq_factor": 4.0,
                 "original_max_position_embeddings": original,
             }
-    raise UnsupportedGGUF("rope_freqs.weight holds frequency factors that are not Llama 3.1's (low 1, high 4); they can't be expressed")
+    raise UnsupportedGGUF(
+        "rope_freqs.weight holds frequency factors that are not Llama 3.1's (low 1, high 4); they can't be expressed"
+    )
 
 
 def llama3_factors(base: float, head_dim: int, factor: float, original: int) -> NDArray[np.float32]:
@@ -198,7 +210,9 @@ def llama3_factors(base: float, head_dim: int, factor: float, original: int) -> 
     wavelength = 2 * math.pi / frequency
     smooth = (original / wavelength - 1.0) / (4.0 - 1.0)
     between = 1.0 / ((1 - smooth) / factor + smooth)
-    return np.where(wavelength < original / 4.0, 1.0, np.where(wavelength > original, factor, between)).astype(np.float32)
+    return np.where(wavelength < original / 4.0, 1.0, np.where(wavelength > original, factor, between)).astype(
+        np.float32
+    )
 
 
 def unpermute(heads: int, head_dim: int) -> NDArray[np.intp]:
