@@ -141,12 +141,13 @@ class SlidingLayer(LayerState):
 
     def abort(self) -> None:
         self._joint = None
-        if self._lone is not None:
+        if self._lone is not None and self._lone.keys is not None:
             _take_back(self._lone, self._lone.offset - self.rows.lengths[0], self.rows.width)
 
     def rollback(self, back: Sequence[int]) -> None:
         if self._lone is not None:
-            _take_back(self._lone, back[0], self.rows.width)
+            if self._lone.keys is not None:
+                _take_back(self._lone, back[0], self.rows.width)
         elif self.rows.width > 1:
             self._rephase([length - n for length, n in zip(self.rows.lengths, back, strict=True)])
 
@@ -213,17 +214,14 @@ class SlidingLayer(LayerState):
             found.append(
                 f"{rows.num_rows} rows, but the layout is {'a lone row' if self._lone is not None else 'shared'}"
             )
-        if self._lone is not None and self._lone.offset != rows.lengths[0]:
+        if self._lone is not None and self._lone.keys is not None and self._lone.offset != rows.lengths[0]:
             found.append(f"offset is {self._lone.offset}, the row has {rows.lengths[0]} tokens")
         if len(self._phase) != rows.num_rows:
             found.append(f"{len(self._phase)} phases for {rows.num_rows} rows")
         if self._joint is not None:
             found.append("a long window was left open")
         needed = min(max(rows.lengths), self.window)
-        if self.keys is None:
-            if needed:
-                found.append(f"no keys for rows of lengths {rows.lengths}")
-        elif self.keys.shape[0] < rows.num_rows or self.keys.shape[2] < needed:
+        if self.keys is not None and (self.keys.shape[0] < rows.num_rows or self.keys.shape[2] < needed):
             found.append(
                 f"keys of shape {self.keys.shape} are too small for rows of lengths {rows.lengths}, window {self.window}"
             )
