@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as TokenizersTokenizer
-from tokenizers_for_tests import BUILDERS, CORPUS, byte_level, save, sentencepiece, wordpiece
+from tokenizers_for_tests import BUILDERS, CORPUS, as_loaded, byte_level, save, sentencepiece, wordpiece
 
 from gnomon.chat.tokenizer import Tokenizer, TokenizerError
 
@@ -99,8 +98,7 @@ def test_tokens_declared_only_in_the_settings_are_added(tmp_path: Path) -> None:
 
 def loaded(name: str, **settings: object) -> tuple[Tokenizer, TokenizersTokenizer]:
     built = BUILDERS[name]()
-    with tempfile.TemporaryDirectory() as directory:
-        return Tokenizer.load(save(built, Path(directory), **settings)), built
+    return as_loaded(built, **settings), built
 
 
 @pytest.mark.parametrize("name", ["byte_level", "unigram"])

@@ -213,7 +213,8 @@ class _Fast:
         return cls(tokenizer)
 
     def encode(self, text: str, special: bool) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
+        # Unlike `encode`, which holds the interpreter's lock all along: seconds, for a long prompt.
+        return list(self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))

@@ -37,6 +37,8 @@ from gnomon.engine.row import Job, ProposerFactory
 from gnomon.engine.sampling import fresh_seed
 from gnomon.models.load import LoadedModel
 from gnomon.models.load import load as load_model
+from gnomon.state.batch_state import BatchState
+from gnomon.trace import OFF, Tracer
 
 log = logging.getLogger(__name__)
 
@@ -49,8 +51,9 @@ MAX_RESETS = 3
 class Engine:
     """Serves one model from one thread, which loads it, builds every graph and evaluates it.
 
-    `load` and `propose` run on that thread. `on_failure` is called from it, once, after every open request has heard `Failed`,
-    when the engine can't go on: the host process should then exit non-zero.
+    `load`, `propose` and `prime` run on that thread; `prime` may fill the fresh state of a prompt before its prefill. `on_failure`
+    is called from it, once, after every open request has heard `Failed`, when the engine can't go on: the host process should
+    then exit non-zero.
     """
 
     def __init__(
@@ -62,12 +65,16 @@ class Engine:
         model_id: str | None = None,
         propose: ProposerFactory | None = None,
         on_failure: Callable[[str], None] | None = None,
+        prime: Callable[[BatchState], None] | None = None,
+        tracer: Tracer = OFF,
     ) -> None:
         self.config = config or EngineConfig()
         self.tokenizer = tokenizer
         self._load = load
         self._model_id = model_id
         self._propose = propose
+        self._prime = prime
+        self._tracer = tracer
         self._on_failure = on_failure
         self._mailbox = Mailbox()
         self._counters = Counters()
@@ -120,6 +127,7 @@ class Engine:
             self._open[request.id] = job
             self._counters.submitted_requests += 1
             self._counters.submitted_rows += request.n
+            self._tracer.begin(request.id, request.trace_id, at=job.submitted)
             self._mailbox.post(Submit(job))
 
     def cancel(self, request_id: str) -> None:
@@ -285,6 +293,8 @@ class Engine:
             self._heart,
             self._propose,
             self._closed,
+            prime=self._prime,
+            tracer=self._tracer,
         )
         self._model = ModelInfo(
             id=self._model_id or loaded.path.name,

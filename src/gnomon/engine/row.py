@@ -43,6 +43,7 @@ class Job:
         self.num_generated = 0
         self.submitted = time.monotonic()
         self.admitted = 0.0
+        self.prefilled = 0.0
         self.first_token = 0.0
 
     @property

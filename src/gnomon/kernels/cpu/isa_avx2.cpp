@@ -1,0 +1,11 @@
+#define GNOMON_ISA isa_avx2
+#include "simd_avx2.h"
+#include "linear.inl"
+
+namespace gnomon {
+const Table* table_avx2() {
+  using namespace isa_avx2;
+  static const Table table = {"avx2", TILE_ROWS, DIRECT_MOST, arrange, multiply, decode_row, to_f32, from_f32};
+  return &table;
+}
+}  // namespace gnomon

@@ -1,0 +1,11 @@
+#define GNOMON_ISA isa_avx512
+#include "simd_avx512.h"
+#include "linear.inl"
+
+namespace gnomon {
+const Table* table_avx512() {
+  using namespace isa_avx512;
+  static const Table table = {"avx512", TILE_ROWS, DIRECT_MOST, arrange, multiply, decode_row, to_f32, from_f32};
+  return &table;
+}
+}  // namespace gnomon

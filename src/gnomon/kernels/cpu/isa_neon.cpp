@@ -1,0 +1,11 @@
+#define GNOMON_ISA isa_neon
+#include "simd_vector.h"
+#include "linear.inl"
+
+namespace gnomon {
+const Table* table_neon() {
+  using namespace isa_neon;
+  static const Table table = {"neon", TILE_ROWS, DIRECT_MOST, arrange, multiply, decode_row, to_f32, from_f32};
+  return &table;
+}
+}  // namespace gnomon

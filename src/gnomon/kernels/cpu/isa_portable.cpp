@@ -1,0 +1,11 @@
+#define GNOMON_ISA isa_portable
+#include "simd_vector.h"
+#include "linear.inl"
+
+namespace gnomon {
+const Table* table_portable() {
+  using namespace isa_portable;
+  static const Table table = {"portable", TILE_ROWS, DIRECT_MOST, arrange, multiply, decode_row, to_f32, from_f32};
+  return &table;
+}
+}  // namespace gnomon

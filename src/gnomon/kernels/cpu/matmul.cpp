@@ -1,0 +1,271 @@
+#include "matmul.h"
+#include <algorithm>
+
+namespace gnomon {
+namespace {
+constexpr int MOST_ROWS = 480;  // at a time: a multiple of every tile height; bounds the memory for arranged rows
+// Products with less work than this (weights unpacked plus multiplications, in elements) stay on the calling thread.
+constexpr int64_t SHARE_FROM = 400'000;
+
+struct Task {
+  const Product* p;
+  const float* x;
+  int rows;
+  int64_t first;  // of the product's rows
+  int n0, n1;
+};
+
+void run_task(const Table& t, const Task& task, char* out, Type out_type) {
+  const Product& p = *task.p;
+  float* room = scratch<1>(scratch_floats(p.w.k));
+  const bool straight = p.to.empty();
+  const size_t size = type_size(out_type);
+  if (straight && out_type == F32) {
+    t.multiply(p.w, task.n0, task.n1, task.x, task.rows, reinterpret_cast<float*>(out) + task.first * p.n + task.n0, p.n, room);
+    return;
+  }
+  const int wide = task.n1 - task.n0;
+  float* y = scratch<2>(static_cast<size_t>(task.rows) * wide + 16);
+  t.multiply(p.w, task.n0, task.n1, task.x, task.rows, y, wide, room);
+  for (int m = 0; m < task.rows; m++) {
+    const int64_t row = straight ? task.first + m : p.to[task.first + m];
+    t.from_f32(y + static_cast<size_t>(m) * wide, out_type, wide, out + (row * p.n + task.n0) * size);
+  }
+}
+}  // namespace
+
+void multiply_rows(const Rows& x, std::vector<Product>& products, char* out, Type out_type) {
+  const Table& t = table();
+  auto workers = pool();
+  std::vector<Task> tasks;
+  size_t floats = 0;
+  int64_t work = 0;
+  struct Piece {
+    Product* p;
+    int64_t first;
+    int rows;
+    size_t at;
+  };
+  std::vector<Piece> pieces;
+  auto flush = [&] {
+    float* arranged = scratch<0>(floats + 64);
+    struct Tile {
+      const Piece* piece;
+      int m, rows;
+    };
+    std::vector<Tile> tiles;
+    for (auto& q : pieces)
+      for (int m = 0; m < q.rows;) {
+        const int some = t.height(q.rows, m);
+        tiles.push_back({&q, m, some});
+        m += some;
+      }
+    auto arrange = [&](int i) {
+      auto [q, m, some] = tiles[i];
+      const int kp = padded(q->p->w.k);
+      for (int r = 0; r < some; r++) {
+        const int64_t row = q->p->from.empty() ? q->first + m + r : q->p->from[q->first + m + r];
+        t.arrange(x.row(row), x.type, x.step, q->p->w.k, q->p->w.codec, arranged + q->at + static_cast<size_t>(m) * kp, some, r);
+      }
+    };
+    const bool share = work >= SHARE_FROM;
+    if (share && floats > 65536) workers->run(static_cast<int>(tiles.size()), arrange);
+    else for (size_t i = 0; i < tiles.size(); i++) arrange(static_cast<int>(i));
+    tasks.clear();
+    for (auto& q : pieces) {
+      const int n = q.p->n, size = workers->size();
+      int per = n;
+      if (share) {
+        // Few long stretches for few rows (each start of one waits for memory), narrow ones for many.
+        const int most = q.rows <= t.direct_most ? 1 << 16 : 48;
+        const int parts = std::max<int>(1, (2 * size + static_cast<int>(pieces.size()) - 1) / static_cast<int>(pieces.size()));
+        per = std::clamp((n + parts - 1) / parts, 16, most);
+        per = (per + 15) / 16 * 16;
+      }
+      for (int n0 = 0; n0 < n; n0 += per) tasks.push_back({q.p, arranged + q.at, q.rows, q.first, n0, std::min(n, n0 + per)});
+    }
+    auto run = [&](int i) { run_task(t, tasks[i], out, out_type); };
+    if (share) workers->run(static_cast<int>(tasks.size()), run);
+    else for (size_t i = 0; i < tasks.size(); i++) run(static_cast<int>(i));
+    pieces.clear();
+    floats = 0;
+    work = 0;
+  };
+  for (auto& p : products) {
+    const int64_t rows = p.from.empty() ? (p.to.empty() ? x.count : static_cast<int64_t>(p.to.size())) : static_cast<int64_t>(p.from.size());
+    for (int64_t first = 0; first < rows; first += MOST_ROWS) {
+      const int some = static_cast<int>(std::min<int64_t>(MOST_ROWS, rows - first));
+      pieces.push_back({&p, first, some, floats});
+      floats += static_cast<size_t>(some) * padded(p.w.k);
+      work += static_cast<int64_t>(p.n) * p.w.k * (some + 2);
+      if (floats > static_cast<size_t>(MOST_ROWS) * 16384) flush();
+    }
+    if (!pieces.empty() && rows > MOST_ROWS) flush();
+  }
+  if (!pieces.empty()) flush();
+}
+
+namespace {
+Weights quantised(const char* w, const char* scales, const char* biases, int k, int group, int bits, Type scale_type) {
+  return Weights{reinterpret_cast<const uint8_t*>(w), scales, biases, static_cast<int64_t>(k) * bits / 8, k, group, static_cast<Codec>(bits), scale_type};
+}
+
+class QuantizedMatmul : public Native {
+ public:
+  QuantizedMatmul(mx::Stream s, int group, int bits) : Native(s), group_(group), bits_(bits) {}
+  const char* name() const override { return "GnomonQuantizedMatmul"; }
+  bool is_equivalent(const mx::Primitive& o) const override {
+    auto& q = static_cast<const QuantizedMatmul&>(o);
+    return q.group_ == group_ && q.bits_ == bits_;
+  }
+  std::vector<mx::Shape> output_shapes(const std::vector<mx::array>& in) override {
+    auto s = in[0].shape();
+    s.back() = in[1].shape(0);
+    return {s};
+  }
+  void eval_cpu(const std::vector<mx::array>& in, mx::array& out) override {
+    allocate(out);
+    if (out.size() == 0) return;
+    dispatch(stream(), [x = Rows(in[0]), w = Packed(in[1]), s = Packed(in[2]), b = Packed(in[3]), n = in[1].shape(0), group = group_, bits = bits_,
+                        st = type_of(in[2].dtype()), to = out.data<char>(), ot = type_of(out.dtype())]() mutable {
+      std::vector<Product> products;
+      products.push_back({quantised(w.data(), s.data(), b.data(), x.width, group, bits, st), n, {}, {}});
+      multiply_rows(x, products, to, ot);
+    });
+  }
+
+ private:
+  int group_, bits_;
+};
+
+class GatherQmm : public Native {
+ public:
+  GatherQmm(mx::Stream s, int group, int bits) : Native(s), group_(group), bits_(bits) {}
+  const char* name() const override { return "GnomonGatherQmm"; }
+  bool is_equivalent(const mx::Primitive& o) const override {
+    auto& q = static_cast<const GatherQmm&>(o);
+    return q.group_ == group_ && q.bits_ == bits_;
+  }
+  // inputs: x [..., M, K], w [E, N, packed], scales, biases, lhs [...] and rhs [...] of equal shape (uint32)
+  void eval_cpu(const std::vector<mx::array>& in, mx::array& out) override {
+    allocate(out);
+    if (out.size() == 0) return;
+    dispatch(stream(), [x = Rows(in[0]), w = Packed(in[1]), s = Packed(in[2]), b = Packed(in[3]), lhs = Packed(in[4]), rhs = Packed(in[5]),
+                        pairs = static_cast<int64_t>(in[5].size()), m = in[0].shape(-2), experts = in[1].shape(0), n = in[1].shape(1), group = group_, bits = bits_,
+                        st = type_of(in[2].dtype()), to = out.data<char>(), ot = type_of(out.dtype())]() mutable {
+      auto *li = reinterpret_cast<const uint32_t*>(lhs.data()), *ri = reinterpret_cast<const uint32_t*>(rhs.data());
+      std::vector<int> slot(experts, -1);
+      std::vector<Product> products;
+      const int64_t row_bytes = static_cast<int64_t>(x.width) * bits / 8, scale_row = static_cast<int64_t>(x.width / group) * type_size(st);
+      for (int64_t i = 0; i < pairs; i++) {
+        const uint32_t e = ri[i];
+        if (e >= static_cast<uint32_t>(experts)) throw std::out_of_range("expert index " + std::to_string(e) + " of " + std::to_string(experts));
+        if (slot[e] < 0) {
+          slot[e] = static_cast<int>(products.size());
+          products.push_back({quantised(w.data() + e * n * row_bytes, s.data() + e * n * scale_row, b.data() + e * n * scale_row, x.width, group, bits, st), n, {}, {}});
+        }
+        auto& p = products[slot[e]];
+        for (int r = 0; r < m; r++) {
+          p.from.push_back(static_cast<int64_t>(li[i]) * m + r);
+          p.to.push_back(i * m + r);
+        }
+      }
+      multiply_rows(x, products, to, ot);
+    });
+  }
+
+ private:
+  int group_, bits_;
+};
+
+class QuantizedEmbedding : public Native {
+ public:
+  QuantizedEmbedding(mx::Stream s, int group, int bits) : Native(s), group_(group), bits_(bits) {}
+  const char* name() const override { return "GnomonQuantizedEmbedding"; }
+  bool is_equivalent(const mx::Primitive& o) const override {
+    auto& q = static_cast<const QuantizedEmbedding&>(o);
+    return q.group_ == group_ && q.bits_ == bits_;
+  }
+  void eval_cpu(const std::vector<mx::array>& in, mx::array& out) override {
+    allocate(out);
+    if (out.size() == 0) return;
+    dispatch(stream(), [ids = Packed(in[0]), w = Packed(in[1]), s = Packed(in[2]), b = Packed(in[3]), count = static_cast<int64_t>(in[0].size()), n = in[1].shape(0),
+                        k = out.shape(-1), group = group_, bits = bits_, st = type_of(in[2].dtype()), to = out.data<char>()]() mutable {
+      const Table& t = table();
+      auto* id = reinterpret_cast<const int32_t*>(ids.data());
+      const Weights weights = quantised(w.data(), s.data(), b.data(), k, group, bits, st);
+      float* row = scratch<2>(padded(k));
+      for (int64_t i = 0; i < count; i++) {
+        const int64_t r = id[i] < 0 ? id[i] + static_cast<int64_t>(n) : id[i];
+        if (r < 0 || r >= n) throw std::out_of_range("token id " + std::to_string(id[i]) + " of " + std::to_string(n));
+        t.decode_row(weights, r, row);
+        t.from_f32(row, st, k, to + i * k * static_cast<int64_t>(type_size(st)));
+      }
+    });
+  }
+
+ private:
+  int group_, bits_;
+};
+
+class DenseMatmul : public Native {
+ public:
+  using Native::Native;
+  const char* name() const override { return "GnomonDenseMatmul"; }
+  bool is_equivalent(const mx::Primitive&) const override { return true; }
+  std::vector<mx::Shape> output_shapes(const std::vector<mx::array>& in) override {
+    auto s = in[0].shape();
+    s.back() = in[1].shape(0);
+    return {s};
+  }
+  void eval_cpu(const std::vector<mx::array>& in, mx::array& out) override {
+    allocate(out);
+    if (out.size() == 0) return;
+    const bool straight = in[1].strides(1) == 1 && in[1].strides(0) >= in[1].shape(1);
+    dispatch(stream(), [x = Rows(in[0]), w = Packed(in[1]), in_place = straight ? in[1].data<char>() : nullptr, pitch = straight ? in[1].strides(0) : in[1].shape(1),
+                        n = in[1].shape(0), wt = type_of(in[1].dtype()), to = out.data<char>(), ot = type_of(out.dtype())]() mutable {
+      Weights weights{reinterpret_cast<const uint8_t*>(in_place ? in_place : w.data()), nullptr, nullptr, static_cast<int64_t>(pitch * type_size(wt)), x.width, BLOCK,
+                      wt == F32 ? D_F32 : wt == F16 ? D_F16 : D_BF16, F32};
+      std::vector<Product> products;
+      products.push_back({weights, n, {}, {}});
+      multiply_rows(x, products, to, ot);
+    });
+  }
+};
+}  // namespace
+
+mx::array quantized_matmul(const mx::array& x, const mx::array& w, const mx::array& scales, const mx::array& biases, int group, int bits, mx::StreamOrDevice s) {
+  auto stream = mx::to_stream(s);
+  auto shape = x.shape();
+  shape.back() = w.shape(0);
+  return mx::array(std::move(shape), mx::result_type(x, scales), std::make_shared<QuantizedMatmul>(stream, group, bits), {x, w, scales, biases});
+}
+
+mx::array gather_qmm(const mx::array& x, const mx::array& w, const mx::array& scales, const mx::array& biases, const std::optional<mx::array>& lhs,
+                     const mx::array& rhs, int group, int bits, mx::StreamOrDevice s) {
+  auto stream = mx::to_stream(s);
+  mx::Shape batch(x.shape().begin(), x.shape().end() - 2);
+  int count = 1;
+  for (auto b : batch) count *= b;
+  mx::array left = lhs ? *lhs : mx::reshape(mx::arange(count, mx::uint32, stream), batch, stream);
+  auto both = mx::broadcast_arrays({mx::astype(left, mx::uint32, stream), mx::astype(rhs, mx::uint32, stream)}, stream);
+  auto shape = both[1].shape();
+  shape.push_back(x.shape(-2));
+  shape.push_back(w.shape(1));
+  return mx::array(std::move(shape), mx::result_type(x, scales), std::make_shared<GatherQmm>(stream, group, bits), {x, w, scales, biases, both[0], both[1]});
+}
+
+mx::array quantized_embedding(const mx::array& ids, const mx::array& w, const mx::array& scales, const mx::array& biases, int group, int bits, mx::StreamOrDevice s) {
+  auto stream = mx::to_stream(s);
+  auto shape = ids.shape();
+  shape.push_back(scales.shape(1) * group);
+  return mx::array(std::move(shape), scales.dtype(), std::make_shared<QuantizedEmbedding>(stream, group, bits), {mx::astype(ids, mx::int32, stream), w, scales, biases});
+}
+
+mx::array dense_matmul(const mx::array& x, const mx::array& w, mx::StreamOrDevice s) {
+  auto stream = mx::to_stream(s);
+  auto shape = x.shape();
+  shape.back() = w.shape(0);
+  return mx::array(std::move(shape), mx::result_type(x, w), std::make_shared<DenseMatmul>(stream), {x, w});
+}
+}  // namespace gnomon

@@ -1,0 +1,171 @@
+// Sixteen lanes in one register.
+#pragma once
+#include <immintrin.h>
+#include <string.h>
+#include "table.h"
+#define INLINE static inline __attribute__((always_inline))
+namespace gnomon::GNOMON_ISA {
+constexpr int W = 16, PARTS = 1, TILE_ROWS = 6, PANEL_TILE = 4, DIRECT_ROWS = 4;
+using vf = __m512;
+using vi = __m512i;
+
+INLINE vf zero() { return _mm512_setzero_ps(); }
+INLINE vf set1(float x) { return _mm512_set1_ps(x); }
+INLINE vf load(const float* p) { return _mm512_loadu_ps(p); }
+INLINE void store(float* p, vf v) { _mm512_storeu_ps(p, v); }
+INLINE __mmask16 first(int n) { return n >= 16 ? 0xffff : (__mmask16)((1u << n) - 1); }
+INLINE vf load_n(const float* p, int n) { return _mm512_maskz_loadu_ps(first(n), p); }
+INLINE void store_n(float* p, int n, vf v) { _mm512_mask_storeu_ps(p, first(n), v); }
+INLINE vf fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
+INLINE vf add(vf a, vf b) { return _mm512_add_ps(a, b); }
+INLINE vf sub(vf a, vf b) { return _mm512_sub_ps(a, b); }
+INLINE vf mul(vf a, vf b) { return _mm512_mul_ps(a, b); }
+INLINE vf div(vf a, vf b) { return _mm512_div_ps(a, b); }
+INLINE vf max(vf a, vf b) { return _mm512_max_ps(a, b); }
+INLINE vf min(vf a, vf b) { return _mm512_min_ps(a, b); }
+INLINE vf sqrt(vf a) { return _mm512_sqrt_ps(a); }
+INLINE vf round(vf a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+// 2^n for whole n within [-126, 127]
+INLINE vf exp2i(vf n) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23));
+}
+// a where a < b is false and comparable... selects y where x is below the limit
+INLINE vf where_less(vf x, vf limit, vf y, vf otherwise) {
+  return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, limit, _CMP_LT_OQ), otherwise, y);
+}
+INLINE vf where_greater(vf x, vf limit, vf y, vf otherwise) {
+  return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, limit, _CMP_GT_OQ), otherwise, y);
+}
+INLINE vf where_nan(vf x, vf y, vf otherwise) {
+  return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), otherwise, y);
+}
+INLINE bool any_nan(vf x) { return _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q) != 0; }
+INLINE vf load_half(const uint16_t* p, int n, Type t) {
+  __m256i h = _mm256_maskz_loadu_epi16(first(n), p);
+  if (t == F16) return _mm512_cvtph_ps(h);
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16));
+}
+INLINE void store_half(uint16_t* p, int n, Type t, vf v) {
+  __m256i h;
+  if (t == F16) {
+    h = _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  } else {
+    __m512i u = _mm512_castps_si512(v);
+    __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+    __m512i r = _mm512_add_epi32(u, _mm512_add_epi32(_mm512_set1_epi32(0x7fff), odd));
+    r = _mm512_mask_or_epi32(r, _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q), u, _mm512_set1_epi32(0x400000));
+    h = _mm512_cvtepi32_epi16(_mm512_srli_epi32(r, 16));
+  }
+  _mm256_mask_storeu_epi16(p, first(n), h);
+}
+
+// The tree: lanes 8 apart, then 4, 2, 1.
+INLINE __m128 quarter(vf v) {
+  __m256 h = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
+  return _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+}
+INLINE float sum(const vf* v) {
+  __m128 q = quarter(v[0]);
+  q = _mm_add_ps(q, _mm_movehl_ps(q, q));
+  return _mm_cvtss_f32(_mm_add_ss(q, _mm_shuffle_ps(q, q, 1)));
+}
+INLINE __m128 sum4_of(vf a, vf b, vf c, vf d) {
+  __m128 p = quarter(a), q = quarter(b), r = quarter(c), s = quarter(d);
+  __m128 pq = _mm_add_ps(_mm_unpacklo_ps(p, q), _mm_unpackhi_ps(p, q));
+  __m128 rs = _mm_add_ps(_mm_unpacklo_ps(r, s), _mm_unpackhi_ps(r, s));
+  return _mm_add_ps(_mm_movelh_ps(pq, rs), _mm_movehl_ps(rs, pq));
+}
+INLINE void sum4(const vf* a, const vf* b, const vf* c, const vf* d, float* out) { _mm_storeu_ps(out, sum4_of(*a, *b, *c, *d)); }
+
+INLINE vi lanes() { return _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0); }
+
+template <int CODEC> struct Unpack;
+// Up to 16 code values fit a table of one register, so looking up scales too: no conversion and no multiplication for a weight.
+template <int BITS> struct Lookup {
+  vf table;
+  INLINE vf make(float s, float b) {
+    vi codes = _mm512_and_si512(lanes(), _mm512_set1_epi32((1 << BITS) - 1));
+    return _mm512_fmadd_ps(_mm512_cvtepi32_ps(codes), _mm512_set1_ps(s), _mm512_set1_ps(b));
+  }
+  void __attribute__((always_inline)) group(float s, float b) { table = make(s, b); }
+};
+template <> struct Unpack<Q4> : Lookup<4> {
+  vf __attribute__((always_inline)) vec(const uint8_t* p, int h) const {
+    const vi shift = _mm512_set_epi32(24, 24, 24, 24, 16, 16, 16, 16, 8, 8, 8, 8, 0, 0, 0, 0);
+    vi words = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)p));
+    return _mm512_permutexvar_ps(_mm512_srlv_epi32(words, _mm512_add_epi32(shift, _mm512_set1_epi32(4 * h))), table);
+  }
+};
+template <> struct Unpack<Q2> : Lookup<2> {
+  vf __attribute__((always_inline)) vec(const uint8_t* p, int h) const {
+    const vi shift = _mm512_set_epi32(28, 28, 24, 24, 20, 20, 16, 16, 12, 12, 8, 8, 4, 4, 0, 0);
+    long long two;
+    memcpy(&two, p, 8);
+    return _mm512_permutexvar_ps(_mm512_srlv_epi32(_mm512_set1_epi64(two), _mm512_add_epi32(shift, _mm512_set1_epi32(2 * h))), table);
+  }
+};
+template <> struct Unpack<Q3> : Lookup<3> {
+  vf __attribute__((always_inline)) vec(const uint8_t* p, int h) const {
+    uint32_t low;
+    uint16_t high;
+    memcpy(&low, p + 6 * h, 4);
+    memcpy(&high, p + 6 * h + 4, 2);
+    uint64_t v = (uint64_t)high << 32 | low;
+    vi w = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_set1_epi32((int)(v & 0xffffff))), _mm256_set1_epi32((int)(v >> 24)), 1);
+    const vi shift = _mm512_set_epi32(21, 18, 15, 12, 9, 6, 3, 0, 21, 18, 15, 12, 9, 6, 3, 0);
+    return _mm512_permutexvar_ps(_mm512_srlv_epi32(w, shift), table);
+  }
+};
+struct Linear {
+  vf scale, bias;
+  void __attribute__((always_inline)) group(float s, float b) {
+    scale = _mm512_set1_ps(s);
+    bias = _mm512_set1_ps(b);
+  }
+  vf __attribute__((always_inline)) value(vi codes) const { return _mm512_fmadd_ps(_mm512_cvtepi32_ps(codes), scale, bias); }
+};
+// Four 32-bit windows, each with the codes of four lanes.
+INLINE vi windows(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  __m256i lo = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_set1_epi32((int)a)), _mm_set1_epi32((int)b), 1);
+  __m256i hi = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_set1_epi32((int)c)), _mm_set1_epi32((int)d), 1);
+  return _mm512_inserti64x4(_mm512_castsi256_si512(lo), hi, 1);
+}
+template <> struct Unpack<Q5> : Linear {
+  vf __attribute__((always_inline)) vec(const uint8_t* p, int h) const {
+    uint64_t v;
+    uint16_t t;
+    memcpy(&v, p + 10 * h, 8);
+    memcpy(&t, p + 10 * h + 8, 2);
+    vi w = windows((uint32_t)v, (uint32_t)(v >> 20), (uint32_t)(v >> 40), (uint32_t)(v >> 60) | (uint32_t)t << 4);
+    const vi shift = _mm512_set_epi32(15, 10, 5, 0, 15, 10, 5, 0, 15, 10, 5, 0, 15, 10, 5, 0);
+    return value(_mm512_and_si512(_mm512_srlv_epi32(w, shift), _mm512_set1_epi32(31)));
+  }
+};
+template <> struct Unpack<Q6> : Linear {
+  vf __attribute__((always_inline)) vec(const uint8_t* p, int h) const {
+    const uint8_t* q = p + 12 * h;
+    uint32_t a, b, c, d;
+    memcpy(&a, q, 4);
+    memcpy(&b, q + 3, 4);
+    memcpy(&c, q + 6, 4);
+    memcpy(&d, q + 8, 4);
+    vi w = windows(a, b, c, d >> 8);
+    const vi shift = _mm512_set_epi32(18, 12, 6, 0, 18, 12, 6, 0, 18, 12, 6, 0, 18, 12, 6, 0);
+    return value(_mm512_and_si512(_mm512_srlv_epi32(w, shift), _mm512_set1_epi32(63)));
+  }
+};
+template <> struct Unpack<Q8> : Linear {
+  vf __attribute__((always_inline)) vec(const uint8_t* p, int h) const {
+    return value(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)(p + 16 * h))));
+  }
+};
+template <> struct Unpack<D_F32> {
+  vf __attribute__((always_inline)) vec(const uint8_t* p, int h) const { return load((const float*)p + 16 * h); }
+};
+template <> struct Unpack<D_F16> {
+  vf __attribute__((always_inline)) vec(const uint8_t* p, int h) const { return load_half((const uint16_t*)p + 16 * h, 16, F16); }
+};
+template <> struct Unpack<D_BF16> {
+  vf __attribute__((always_inline)) vec(const uint8_t* p, int h) const { return load_half((const uint16_t*)p + 16 * h, 16, BF16); }
+};
+}  // namespace gnomon

@@ -1,0 +1,175 @@
+// Sixteen lanes in four registers of four, in the compilers' vector extensions: NEON on arm64, SSE2 on x86-64 without AVX2.
+#pragma once
+#include <math.h>
+#include <string.h>
+#include "table.h"
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+#define INLINE static inline __attribute__((always_inline))
+namespace gnomon::GNOMON_ISA {
+typedef float vf __attribute__((vector_size(16)));
+typedef int32_t vi __attribute__((vector_size(16)));
+typedef uint32_t vu __attribute__((vector_size(16)));
+typedef float vf_any __attribute__((vector_size(16), aligned(4), may_alias));
+#if defined(__aarch64__)
+constexpr int W = 4, PARTS = 4, TILE_ROWS = 6, PANEL_TILE = 4, DIRECT_ROWS = 4;
+#else
+constexpr int W = 4, PARTS = 4, TILE_ROWS = 4, PANEL_TILE = 2, DIRECT_ROWS = 2;
+#endif
+
+INLINE vf zero() { return vf{}; }
+INLINE vf set1(float x) { return vf{x, x, x, x}; }
+INLINE vf load(const float* p) { return *(const vf_any*)p; }
+INLINE void store(float* p, vf v) { *(vf_any*)p = v; }
+INLINE vf load_n(const float* p, int n) {
+  if (n >= 4) return load(p);
+  vf v = {};
+  for (int i = 0; i < n; i++) v[i] = p[i];
+  return v;
+}
+INLINE void store_n(float* p, int n, vf v) {
+  if (n >= 4) return store(p, v);
+  for (int i = 0; i < n; i++) p[i] = v[i];
+}
+#if defined(__aarch64__)
+INLINE vf fma(vf a, vf b, vf c) { return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b); }
+INLINE vf sqrt(vf a) { return (vf)vsqrtq_f32((float32x4_t)a); }
+INLINE vf round(vf a) { return (vf)vrndnq_f32((float32x4_t)a); }
+#else
+// No fused instruction is certain here: two roundings, so these results differ in their last bits from the other sets'.
+INLINE vf fma(vf a, vf b, vf c) { return a * b + c; }
+INLINE vf sqrt(vf a) { return vf{sqrtf(a[0]), sqrtf(a[1]), sqrtf(a[2]), sqrtf(a[3])}; }
+INLINE vf round(vf a) { return vf{rintf(a[0]), rintf(a[1]), rintf(a[2]), rintf(a[3])}; }
+#endif
+INLINE vf add(vf a, vf b) { return a + b; }
+INLINE vf sub(vf a, vf b) { return a - b; }
+INLINE vf mul(vf a, vf b) { return a * b; }
+INLINE vf div(vf a, vf b) { return a / b; }
+INLINE vf select(vi mask, vf y, vf otherwise) { return (vf)(((vi)y & mask) | ((vi)otherwise & ~mask)); }
+INLINE vf max(vf a, vf b) { return select(a > b, a, b); }
+INLINE vf min(vf a, vf b) { return select(a < b, a, b); }
+INLINE vf exp2i(vf n) { return (vf)((__builtin_convertvector(n, vi) + 127) << 23); }
+INLINE vf where_less(vf x, vf limit, vf y, vf otherwise) { return select(x < limit, y, otherwise); }
+INLINE vf where_greater(vf x, vf limit, vf y, vf otherwise) { return select(x > limit, y, otherwise); }
+INLINE vf where_nan(vf x, vf y, vf otherwise) { return select(x != x, y, otherwise); }
+INLINE bool any_nan(vf x) {
+  vi m = x != x;
+  return (m[0] | m[1] | m[2] | m[3]) != 0;
+}
+INLINE float half_to_float(uint16_t h, Type t) {
+  uint32_t u;
+  float f;
+  if (t == BF16) {
+    u = (uint32_t)h << 16;
+  } else {
+    uint32_t sign = (uint32_t)(h & 0x8000) << 16, e = (h >> 10) & 31, m = h & 1023;
+    if (e == 0) {
+      f = (float)m * 5.9604644775390625e-8f;
+      return sign ? -f : f;
+    }
+    u = e == 31 ? (sign | 0x7f800000u | (m << 13) | (m ? 0x400000u : 0)) : (sign | ((e + 112) << 23) | (m << 13));
+  }
+  memcpy(&f, &u, 4);
+  return f;
+}
+INLINE uint16_t float_to_half(float f, Type t) {
+  uint32_t u;
+  memcpy(&u, &f, 4);
+  if (t == BF16) {
+    if ((u & 0x7fffffff) > 0x7f800000) return (uint16_t)((u >> 16) | 64);
+    return (uint16_t)((u + 0x7fff + ((u >> 16) & 1)) >> 16);
+  }
+  uint32_t sign = (u >> 16) & 0x8000, a = u & 0x7fffffff;
+  if (a >= 0x7f800000) return (uint16_t)(sign | (a > 0x7f800000 ? 0x7e00 | ((a >> 13) & 0x3ff) : 0x7c00));
+  if (a >= 0x477ff000) return (uint16_t)(sign | 0x7c00);
+  if (a < 0x38800000) {  // subnormal in half precision: adding 0.5 lets the FPU round at the right bit
+    float s;
+    memcpy(&s, &a, 4);
+    s += 0.5f;
+    memcpy(&a, &s, 4);
+    return (uint16_t)(sign | (a - 0x3f000000));
+  }
+  return (uint16_t)(sign | ((a + 0xc8000fffu + ((a >> 13) & 1)) >> 13));
+}
+INLINE vf load_half(const uint16_t* p, int n, Type t) {
+  vf v = {};
+  for (int i = 0; i < W; i++)
+    if (i < n) v[i] = half_to_float(p[i], t);
+  return v;
+}
+INLINE void store_half(uint16_t* p, int n, Type t, vf v) {
+  for (int i = 0; i < W; i++)
+    if (i < n) p[i] = float_to_half(v[i], t);
+}
+INLINE float sum(const vf* v) {
+  vf q = (v[0] + v[2]) + (v[1] + v[3]);
+  return (q[0] + q[2]) + (q[1] + q[3]);
+}
+INLINE void sum4(const vf* a, const vf* b, const vf* c, const vf* d, float* out) {
+  out[0] = sum(a), out[1] = sum(b), out[2] = sum(c), out[3] = sum(d);
+}
+
+struct Linear {
+  float scale, bias;
+  void __attribute__((always_inline)) group(float s, float b) { scale = s, bias = b; }
+  vf __attribute__((always_inline)) value(vu codes) const {
+    return fma(__builtin_convertvector((vi)codes, vf), set1(scale), set1(bias));
+  }
+};
+template <int CODEC> struct Unpack;
+// `h` counts registers: lanes 4 * (h % 4) .. of the block's half h / 4.
+template <> struct Unpack<Q4> : Linear {
+  vf __attribute__((always_inline)) vec(const uint8_t* p, int h) const {
+    vu words;
+    memcpy(&words, p, 16);
+    return value((words >> (uint32_t)(4 * (h / 4) + 8 * (h % 4))) & 15u);
+  }
+};
+template <> struct Unpack<Q2> : Linear {
+  vf __attribute__((always_inline)) vec(const uint8_t* p, int h) const {
+    uint32_t a, b;
+    memcpy(&a, p, 4);
+    memcpy(&b, p + 4, 4);
+    uint32_t s = 2 * (h / 4) + 8 * (h % 4);
+    return value(vu{a >> s, b >> s, a >> (s + 4), b >> (s + 4)} & 3u);
+  }
+};
+template <> struct Unpack<Q3> : Linear {
+  vf __attribute__((always_inline)) vec(const uint8_t* p, int h) const {
+    int bit = 12 * h;
+    uint32_t w = (p[bit / 8] | (uint32_t)p[bit / 8 + 1] << 8) >> (bit % 8);
+    return value(vu{w, w >> 3, w >> 6, w >> 9} & 7u);
+  }
+};
+template <> struct Unpack<Q5> : Linear {
+  vf __attribute__((always_inline)) vec(const uint8_t* p, int h) const {
+    int bit = 20 * h;
+    const uint8_t* q = p + bit / 8;
+    uint32_t w = (q[0] | (uint32_t)q[1] << 8 | (uint32_t)q[2] << 16) >> (bit % 8);
+    return value(vu{w, w >> 5, w >> 10, w >> 15} & 31u);
+  }
+};
+template <> struct Unpack<Q6> : Linear {
+  vf __attribute__((always_inline)) vec(const uint8_t* p, int h) const {
+    const uint8_t* q = p + 3 * h;
+    uint32_t w = q[0] | (uint32_t)q[1] << 8 | (uint32_t)q[2] << 16;
+    return value(vu{w, w >> 6, w >> 12, w >> 18} & 63u);
+  }
+};
+template <> struct Unpack<Q8> : Linear {
+  vf __attribute__((always_inline)) vec(const uint8_t* p, int h) const {
+    const uint8_t* q = p + 4 * h;
+    return value(vu{q[0], q[1], q[2], q[3]});
+  }
+};
+template <> struct Unpack<D_F32> {
+  vf __attribute__((always_inline)) vec(const uint8_t* p, int h) const { return load((const float*)p + 4 * h); }
+};
+template <> struct Unpack<D_F16> {
+  vf __attribute__((always_inline)) vec(const uint8_t* p, int h) const { return load_half((const uint16_t*)p + 4 * h, 4, F16); }
+};
+template <> struct Unpack<D_BF16> {
+  vf __attribute__((always_inline)) vec(const uint8_t* p, int h) const { return load_half((const uint16_t*)p + 4 * h, 4, BF16); }
+};
+}  // namespace gnomon

@@ -1,0 +1,65 @@
+// What a kernel file offers, one table per instruction set. C headers only: these files are compiled with per-set flags, so an inline
+// function of the C++ library compiled here could be the one the linker keeps, and then run on a CPU without that set.
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+
+namespace gnomon {
+
+enum Type : int { F32 = 0, F16 = 1, BF16 = 2 };
+inline constexpr size_t type_size(Type t) { return t == F32 ? 4 : 2; }
+
+// How the weights of a linear map are stored: affine-quantised in as many bits, or dense in a float type.
+enum Codec : int { Q2 = 2, Q3 = 3, Q4 = 4, Q5 = 5, Q6 = 6, Q8 = 8, D_F16 = 14, D_BF16 = 15, D_F32 = 16 };
+
+// A block is 32 values along K. Every output is 16 partial sums, one for each lane, of values in increasing block order, added by a fixed
+// tree. The lane of a value depends on its place in the block and on the codec alone, so an output's bits depend on nothing else.
+inline constexpr int BLOCK = 32;
+
+// N rows of K weights, `row_bytes` apart; scales and biases are [N, K / group], contiguous (unused by the dense codecs).
+struct Weights {
+  const uint8_t* data;
+  const void* scales;
+  const void* biases;
+  int64_t row_bytes;
+  int k, group;
+  Codec codec;
+  Type scale_type;
+};
+
+// Room for a panel of at most 48 columns (or one tile of them) and the scales of four rows.
+inline constexpr size_t scratch_floats(int k) { return 52 * 1024 + (size_t)4 * (k + 64) + (size_t)k / 2; }
+
+inline constexpr int padded(int k) { return (k + BLOCK - 1) / BLOCK * BLOCK; }
+
+// Height of the tile at row m of `rows`: as even as can be, so that 8 rows are 4 + 4 and not 6 + 2.
+inline constexpr int tile_height(int rows, int m, int most) {
+  const int tiles = (rows - m + most - 1) / most;
+  return (rows - m + tiles - 1) / tiles;
+}
+
+struct Table {
+  const char* name;
+  int tile_rows;    // most rows of x in a tile
+  int direct_most;  // up to so many rows, tiles have at most 4
+  int height(int rows, int m) const { return tile_height(rows, m, rows <= direct_most ? 4 : tile_rows); }
+  // Writes a row of k values (`stride` values apart) into lane order as row `i` of a tile of `rows`: tile[(k / 16 * rows + i) * 16 + lane].
+  void (*arrange)(const void* x, Type type, int64_t stride, int k, Codec codec, float* tile, int rows, int i);
+  // y[m * ldy + n - n0] for m < rows, n0 <= n < n1, from x arranged in the tiles that height() tells.
+  // `scratch` holds scratch_floats(k) floats, 64-byte aligned.
+  void (*multiply)(const Weights& w, int n0, int n1, const float* x, int rows, float* y, int64_t ldy, float* scratch);
+  // One row of weights as floats in the natural order.
+  void (*decode_row)(const Weights& w, int64_t n, float* out);
+  void (*to_f32)(const void* x, Type type, size_t n, float* y);
+  void (*from_f32)(const float* x, Type type, size_t n, void* y);
+};
+
+const Table* table_portable();
+#if defined(__x86_64__)
+const Table* table_avx2();
+const Table* table_avx512();
+#elif defined(__aarch64__)
+const Table* table_neon();
+#endif
+
+}  // namespace gnomon
