@@ -1,7 +1,8 @@
 """Compile the native CPU kernels on the machine that runs them, once, and load them only after checking what is loaded.
 
-The sources lie in `gnomon/kernels/cpu`. MLX exchanges arrays only with an extension built against the same mlx and nanobind, so a build is kept
-under a key made of everything that must match: mlx, nanobind, Python, compiler, flags, CPU and sources. Nothing here touches the network.
+The sources lie in `gnomon/kernels/cpu`. MLX exchanges arrays only with an extension built against the same mlx and nanobind, so a
+build is kept under a key made of everything that must match: mlx, nanobind, Python, compiler, flags, CPU and sources. Nothing here
+touches the network.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ _ISA_FLAGS: dict[str, tuple[str, ...]] = {
     ),
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
     "neon": (),
-    "portable": (),
+    "portable": ("-O2",),
 }
 
 
@@ -222,8 +223,9 @@ def load(build: Build) -> ModuleType:
         raise BuildError(f"the kernel build in {home} is not the one that was made there; remove it")
     import mlx.core as mx  # registers the array type that the extension exchanges
 
-    if build.toolchain.mlx != mx.__version__:
-        raise BuildError(f"the kernels are built for mlx {build.toolchain.mlx}, but {mx.__version__} is running")
+    running = str(mx.__version__)  # pyright: ignore[reportAttributeAccessIssue]
+    if build.toolchain.mlx != running:
+        raise BuildError(f"the kernels are built for mlx {build.toolchain.mlx}, but {running} is running")
     try:
         loader = importlib.machinery.ExtensionFileLoader(MODULE, str(build.path))
         spec = importlib.util.spec_from_file_location(MODULE, build.path, loader=loader)
@@ -306,9 +308,8 @@ def _run(line: list[str]) -> None:
 
 
 def _build(tools: Toolchain, cache: Path, home: Path, progress: Callable[[str], None]) -> float:
-    progress(
-        f"Building the native CPU kernels for {', '.join(tools.isas)} with {tools.compiler_version} (once on this machine, about 15 s)"
-    )
+    what = f"{', '.join(tools.isas)} with {tools.compiler_version}"
+    progress(f"Building the native CPU kernels for {what} (once on this machine, about 15 s)")
     start = time.monotonic()
     with tempfile.TemporaryDirectory(dir=cache, prefix="building-") as room:
         objects, result = Path(room), Path(room) / "result"
