@@ -185,7 +185,7 @@ def _byte_level(vocabulary: Vocabulary) -> Tokenizer:
     vocab = {token: index for index, token in enumerate(vocabulary.tokens)}
     try:
         tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=kind == "llama-bpe"))
-    except Exception as error:  # noqa: BLE001  (the library raises nothing narrower for merges of tokens that don't exist)
+    except Exception as error:
         raise UnsupportedGGUF(f"tokenizer.ggml.merges doesn't go with the tokens: {error}") from error
     if kind == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
