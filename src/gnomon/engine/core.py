@@ -377,7 +377,13 @@ class Core:
 
     def new_state(self) -> BatchState:
         binding = self.loaded.binding
-        return BatchState(self.loaded.model, binding.make_caches(), pad_safe=binding.pad_safe, slack=MAX_PROPOSALS)
+        return BatchState(
+            self.loaded.model,
+            binding.make_caches(),
+            pad_safe=binding.pad_safe,
+            slack=MAX_PROPOSALS,
+            mask_ndim=binding.mask_ndim,
+        )
 
     def new_prefill(self, prompts: Sequence[Sequence[int]]) -> Prefill:
         return Prefill(self.loaded.model, self.new_primed, prompts, self.config.prefill_chunk)
