@@ -146,7 +146,7 @@ def test_a_kept_prefix_of_a_window_is_the_same_window_without_the_rest(model_typ
     text = _text(sum(prompt) + 20)
     _follow(model, state, caches, text, prompt)
     start = sum(prompt)
-    _advance(model, state, text[start : start + 3] + [11, 12])
+    _advance(model, state, [*text[start : start + 3], 11, 12])
     state.rollback([2])
     _advance_theirs(model, caches, text[start : start + 3])
     mine = _advance(model, state, text[start + 3 : start + 4])
