@@ -55,19 +55,19 @@ class ByteTokenizer:
     """Ids 0 to 255 are bytes, 256 begins a sequence."""
 
     vocab_size = 257
-    special_tokens: Mapping[str, Any] = {"bos_token": "<s>"}
+    special_tokens: Mapping[str, str] = {"bos_token": "<s>"}
 
     def __init__(self, chat_template: str | None = TEMPLATE) -> None:
-        self.chat_template = chat_template
+        self.chat_templates: Mapping[str, str] = {} if chat_template is None else {"default": chat_template}
 
-    def encode(self, text: str, special: bool = False) -> list[int]:
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
         return [256] * special + list(text.encode())
 
     def piece(self, token: int) -> str:
         return f"<0x{token:02X}>"
 
-    def token_id(self, token: str) -> int | None:
-        return 256 if token == "<s>" else None
+    def token_id(self, piece: str) -> int | None:
+        return 256 if piece == "<s>" else None
 
 
 def logprob(text: str, value: float, *top: tuple[str, float]) -> TokenLogprob:

@@ -279,13 +279,6 @@ def test_a_stream_with_tone_curve_says_it_is_lab(client: TestClient) -> None:
     assert response.headers["x-gnomon-tier"] == "Lab"
 
 
-def test_an_answer_is_capped_by_the_context(client: TestClient, engine: FakeEngine) -> None:
-    # The fake model has 512 tokens of context; 20 are the prompt's.
-    for asked, granted in ((None, 492), (10, 10), (10_000, 492)):
-        chat(client, **user("Hi", max_tokens=asked))
-        assert engine.submitted[-1].max_tokens == granted
-
-
 def test_history_is_rendered_as_templates_expect_it(client: TestClient, engine: FakeEngine) -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"x": [1, "two"]}'}}
     chat(

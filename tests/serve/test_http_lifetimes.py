@@ -9,13 +9,19 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import tokenizers
+import tokenizers.models
+import tokenizers.pre_tokenizers
+import tokenizers.trainers
 from fake_engine import FakeEngine, Job, Live, eventually, live_server, make_app, user
 
 from gnomon.chat.template import ChatTemplate
+from gnomon.chat.tokenizer import Tokenizer
 from gnomon.engine.api import Delta, Event, Finished, Progress, Request, Usage
 from gnomon.serve.bridge import EventStream
 from gnomon.serve.errors import APIError
@@ -215,6 +221,28 @@ def test_events_after_the_loop_is_gone_are_harmless() -> None:
     engine.take().say("to nobody")
 
 
+def test_the_loop_turns_while_a_long_prompt_is_tokenised(tmp_path: Path) -> None:
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+    made.train_from_iterator(["the quick brown fox jumps over the lazy dog"] * 4, trainer)
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.load(tmp_path)
+
+    async def main() -> int:
+        pool, turns = PreparationPool(limit=1, workers=1), 0
+        work = asyncio.ensure_future(pool.run(lambda: tokenizer.encode("the quick brown dog " * 50_000)))
+        while not work.done():
+            await asyncio.sleep(0.001)
+            turns += 1
+        pool.close()
+        return turns
+
+    # With the interpreter's lock held throughout, the loop turns at most once or twice.
+    assert asyncio.run(main()) > 10
+
+
 def test_the_preparation_queue_is_bounded() -> None:
     async def main() -> None:
         pool, go = PreparationPool(limit=2, workers=1), threading.Event()
@@ -253,9 +281,9 @@ def test_a_full_preparation_queue_is_answered_429() -> None:
         go = threading.Event()
         encode = services.vocabulary.encode
 
-        def slow(text: str, special: bool = False) -> list[int]:
+        def slow(text: str, *, special: bool = False) -> list[int]:
             assert go.wait(20)
-            return encode(text, special)
+            return encode(text, special=special)
 
         services.vocabulary.encode = slow
         with (

@@ -82,7 +82,6 @@ def test_stats(client: TestClient, engine: FakeEngine) -> None:
     assert set(stats["server"]) == {"owner", "model", "started_at"}
     assert stats["server"]["model"] == MODEL
     assert stats["batch"] == {"configured": 8, "mode": "batch", "active_rows": 0}
-    assert stats["engine"]["state"] == "ok"
     assert stats["generations"] == {"open": 0, "completed": 1, "failed": 1, "cancelled": 0}
     assert stats["preparation"] == {"running": 0, "waiting": 0, "limit": 64, "workers": 2}
     assert stats["latency"]["requests"] == 1

@@ -60,7 +60,9 @@ class Core:
         self.mailbox = mailbox
         self.counters = counters
         self.heart = heart
-        self.make_proposer = propose
+        self.make_proposer = propose if loaded.binding.window_safe else None
+        if propose is not None and not loaded.binding.window_safe:
+            log.warning("a window of several tokens disturbs %s models: nothing is proposed", loaded.model_type)
         self.on_close = on_close
         self.prime = prime
         self.tracer = tracer
@@ -377,7 +379,13 @@ class Core:
 
     def new_state(self) -> BatchState:
         binding = self.loaded.binding
-        return BatchState(self.loaded.model, binding.make_caches(), pad_safe=binding.pad_safe, slack=MAX_PROPOSALS)
+        return BatchState(
+            self.loaded.model,
+            binding.make_caches(),
+            pad_safe=binding.pad_safe,
+            slack=MAX_PROPOSALS,
+            mask_ndim=binding.mask_ndim,
+        )
 
     def new_prefill(self, prompts: Sequence[Sequence[int]]) -> Prefill:
         return Prefill(self.loaded.model, self.new_primed, prompts, self.config.prefill_chunk)

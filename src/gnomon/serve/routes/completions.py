@@ -18,7 +18,7 @@ from gnomon.engine.api import TokenLogprob
 from gnomon.serve.body import parse, read_body, until_disconnect
 from gnomon.serve.errors import APIError, internal
 from gnomon.serve.generation import Generation, Piece
-from gnomon.serve.prepare import Job, check_ids, room, tier
+from gnomon.serve.prepare import Job, check_ids, tier
 from gnomon.serve.schema import json_body
 from gnomon.serve.services import FINGERPRINT, Services, services_of
 from gnomon.serve.sse import DONE, PING, EventSourceResponse, frame
@@ -62,7 +62,7 @@ def prepare(body: bytes, services: Services, trace_id: str) -> CompletionJob:
                 id=name if len(prompts) == 1 else f"{name}-{index}",
                 prompt=ids,
                 sampling=sampling,
-                max_tokens=room(services, len(ids), request.max_tokens, param),
+                max_tokens=request.max_tokens or services.sampling.max_tokens,
                 stop=stop,
                 ignore_eos=bool(request.ignore_eos),
                 n=request.n or 1,
@@ -90,7 +90,7 @@ async def create(request: Request, services: Annotated[Services, Depends(service
 async def answer(body: bytes, services: Services, trace_id: str) -> Response:
     prepared = await services.preparation.run(lambda: prepare(body, services, trace_id))
     job = prepared.job
-    generation = Generation(services, "completions", job.requests)
+    generation = Generation(services, "completions", job.requests, "prompt")
     if job.stream:
         return EventSourceResponse(
             frames(generation, prepared, services), generation.close, services.timing.write, job.headers()
