@@ -199,7 +199,7 @@ class Hub:
             if start and response.status_code != 206:
                 sink.truncate(0)
             progress(file.name, sink.seek(0, os.SEEK_END), file.size)
-            for block in response.iter_bytes(_CHUNK):
+            for block in response.iter_bytes():
                 if sink.tell() + len(block) > file.size:
                     raise HubError(f"{repo}: {file.name} is longer than the {file.size} bytes the hub lists")
                 sink.write(block)
