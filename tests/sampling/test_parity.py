@@ -49,6 +49,16 @@ def scores(params: SamplingParams, history: list[int], x: mx.array) -> mx.array:
     return mx.array(out)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_log_softmax_of_a_row_is_generate_steps_alone_and_in_a_batch(dtype: mx.Dtype) -> None:
+    x = mx.array(np.random.default_rng(0).normal(0, 4, (3, 49_153)).astype(np.float32)).astype(dtype)
+    together = filters.log_softmax(x)
+    for i in range(3):
+        row = x[i : i + 1]
+        np.testing.assert_array_equal(bits(filters.log_softmax(row)), bits(row - mx.logsumexp(row, keepdims=True)))
+        np.testing.assert_array_equal(bits(together[i : i + 1]), bits(filters.log_softmax(row)))
+
+
 penalties = st.builds(
     SamplingParams,
     logit_bias=st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-100, 100, width=32), max_size=5).map(
