@@ -109,6 +109,14 @@ def test_top_p(dtype: mx.Dtype, value: float) -> None:
     np.testing.assert_array_equal(bits(filters.top_p(x, mx.full((7, 1), value))), bits(oracle.apply_top_p(x, value)))
 
 
+def test_top_p_drops_what_comes_after_exactly_enough_mass() -> None:
+    # Masses 1, 1/4, 1/4, 1/4, 1/4: the first token alone is half of them.
+    x = mx.log(mx.array([[0.25, 0.25, 1.0, 0.25, 0.25]]))
+    ours = filters.top_p(x, mx.array([[0.5]]))
+    assert np.isfinite(np.array(ours))[0].tolist() == [False, False, True, False, False]
+    np.testing.assert_array_equal(bits(ours), bits(oracle.apply_top_p(x, 0.5)))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("value", [0.001, 0.05, 0.3, 1.0])
 def test_min_p(dtype: mx.Dtype, value: float) -> None:
