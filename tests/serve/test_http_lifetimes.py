@@ -9,13 +9,19 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import tokenizers
+import tokenizers.models
+import tokenizers.pre_tokenizers
+import tokenizers.trainers
 from fake_engine import FakeEngine, Job, Live, eventually, live_server, make_app, user
 
 from gnomon.chat.template import ChatTemplate
+from gnomon.chat.tokenizer import Tokenizer
 from gnomon.engine.api import Delta, Event, Finished, Progress, Request, Usage
 from gnomon.serve.bridge import EventStream
 from gnomon.serve.errors import APIError
@@ -24,13 +30,13 @@ from gnomon.serve.services import Timing
 
 
 @pytest.fixture
-def live() -> Iterator[Live]:
+def live() -> Iterator[Live[FakeEngine]]:
     with live_server(FakeEngine(None)) as made:
         yield made
 
 
 @contextlib.contextmanager
-def asking(live: Live, route: str = "/v1/chat/completions", **body: Any) -> Iterator[socket.socket]:
+def asking(live: Live[FakeEngine], route: str = "/v1/chat/completions", **body: Any) -> Iterator[socket.socket]:
     """A connection on which a request was sent and nothing read."""
     payload = json.dumps(body).encode()
     with socket.create_connection(("127.0.0.1", live.port), 20) as raw:
@@ -57,7 +63,7 @@ def read_all(raw: socket.socket) -> bytes:
     return seen
 
 
-def idle(live: Live) -> bool:
+def idle(live: Live[FakeEngine]) -> bool:
     """Nothing of any request is left on either side."""
     return not live.engine.open and live.app.state.services.metrics.open == 0
 
@@ -65,7 +71,7 @@ def idle(live: Live) -> bool:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("stage", ["queued", "prefill", "decode"])
 @pytest.mark.parametrize("how", ["close", "reset"])
-def test_a_client_that_leaves_is_cancelled(live: Live, stream: bool, stage: str, how: str) -> None:
+def test_a_client_that_leaves_is_cancelled(live: Live[FakeEngine], stream: bool, stage: str, how: str) -> None:
     with asking(live, **user("Hi", stream=stream, n=2)) as raw:
         job = live.engine.take()
         if stage != "queued":
@@ -86,7 +92,7 @@ def test_a_client_that_leaves_is_cancelled(live: Live, stream: bool, stage: str,
         assert b"fine" in read_until(raw, b"fine")
 
 
-def test_a_client_that_leaves_several_prompts(live: Live) -> None:
+def test_a_client_that_leaves_several_prompts(live: Live[FakeEngine]) -> None:
     with asking(live, "/v1/completions", prompt=["a", "b", "c"]):
         jobs = [live.engine.take() for _ in range(3)]
         jobs[1].say("done")
@@ -215,6 +221,28 @@ def test_events_after_the_loop_is_gone_are_harmless() -> None:
     engine.take().say("to nobody")
 
 
+def test_the_loop_turns_while_a_long_prompt_is_tokenised(tmp_path: Path) -> None:
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+    made.train_from_iterator(["the quick brown fox jumps over the lazy dog"] * 4, trainer)
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.load(tmp_path)
+
+    async def main() -> int:
+        pool, turns = PreparationPool(limit=1, workers=1), 0
+        work = asyncio.ensure_future(pool.run(lambda: tokenizer.encode("the quick brown dog " * 50_000)))
+        while not work.done():
+            await asyncio.sleep(0.001)
+            turns += 1
+        pool.close()
+        return turns
+
+    # With the interpreter's lock held throughout, the loop turns at most once or twice.
+    assert asyncio.run(main()) > 10
+
+
 def test_the_preparation_queue_is_bounded() -> None:
     async def main() -> None:
         pool, go = PreparationPool(limit=2, workers=1), threading.Event()
@@ -253,9 +281,9 @@ def test_a_full_preparation_queue_is_answered_429() -> None:
         go = threading.Event()
         encode = services.vocabulary.encode
 
-        def slow(text: str, special: bool = False) -> list[int]:
+        def slow(text: str, *, special: bool = False) -> list[int]:
             assert go.wait(20)
-            return encode(text, special)
+            return encode(text, special=special)
 
         services.vocabulary.encode = slow
         with (

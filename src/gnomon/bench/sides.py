@@ -7,7 +7,6 @@ import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from itertools import pairwise
 from pathlib import Path
 from queue import SimpleQueue
 from statistics import median
@@ -16,7 +15,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 from pydantic import JsonValue
 
-from gnomon.bench.provenance import machine, sha256_ids
+from gnomon.bench.provenance import machine, sha256_ids, sha256_text
 from gnomon.bench.schema import Work
 from gnomon.bench.synthetic import fill, probed
 from gnomon.bench.workload import ArmFailed, Measurement, Unsupported, Workload
@@ -46,37 +45,24 @@ class Side(Protocol):
 
 @dataclass(slots=True)
 class RowTimes:
-    """When one request's output came: seconds of `perf_counter` and the tokens that came then. The first entry may hold several."""
+    """When one request's tokens came: `first` and `last` in seconds of `perf_counter`, and the tokens in order."""
 
-    arrivals: list[tuple[float, int]] = field(default_factory=list[tuple[float, int]])
     ids: list[int] = field(default_factory=list[int])
+    first: float = 0.0
+    last: float = 0.0
 
     def add(self, ids: Iterable[int]) -> None:
         """Note tokens that have just arrived."""
         new = list(ids)
         if new:
-            self.arrivals.append((time.perf_counter(), len(new)))
+            self.last = time.perf_counter()
+            self.first = self.first or self.last
             self.ids += new
 
     @property
-    def first(self) -> float:
-        return self.arrivals[0][0]
-
-    @property
-    def last(self) -> float:
-        return self.arrivals[-1][0]
-
-    @property
     def decode_rate(self) -> float | None:
-        """Tokens per second after the first arrival; None if everything came at once."""
-        later = len(self.ids) - self.arrivals[0][1]
-        return later / (self.last - self.first) if later > 0 and self.last > self.first else None
-
-    @property
-    def longest_gap(self) -> float:
-        """Longest time in seconds between two arrivals."""
-        stamps = [stamp for stamp, _ in self.arrivals]
-        return max((b - a for a, b in pairwise(stamps)), default=0.0)
+        """Tokens per second after the first; None if there are no two of them."""
+        return (len(self.ids) - 1) / (self.last - self.first) if len(self.ids) > 1 and self.last > self.first else None
 
 
 def settled() -> int:
@@ -103,7 +89,6 @@ def summarise(
         rate = rows[0].decode_rate
         if rate is not None:
             metrics["decode_tokens_per_second"] = rate
-            metrics["longest_gap_seconds"] = rows[0].longest_gap
     else:
         metrics["first_output_median_seconds"] = median(firsts)
         metrics["first_output_max_seconds"] = max(firsts)
@@ -177,6 +162,8 @@ class ReferenceSide:
 
     def measure(self, workload: Workload) -> Measurement:
         cell = workload.cell
+        if cell.task == "stream":
+            return self._stream(workload)
         prompts = [workload.ids(self._vocabulary(), row, self._eos) for row in range(cell.rows)]
         before = settled()
         mx.reset_peak_memory()
@@ -209,6 +196,37 @@ class ReferenceSide:
         for response in steps:
             row.add([response.token])
         return begun
+
+    def _stream(self, workload: Workload) -> Measurement:
+        """A text prompt through `stream_generate`, as a server would get it: end-of-sequence tokens count."""
+        if workload.cell.rows != 1:
+            raise Unsupported("stream_generate takes one request")
+        text = workload.text()
+        row, tokens, begun = RowTimes(), 0, 0.0
+        self._tokenizer.eos_token_ids = self._eos
+        try:
+            begun = time.perf_counter()
+            steps = self._lm.stream_generate(
+                self._model, self._tokenizer, text, max_tokens=workload.cell.output_tokens, **self._settings
+            )
+            for response in steps:
+                row.add([response.token])
+                tokens = response.prompt_tokens
+        finally:
+            self._tokenizer.eos_token_ids = []
+        metrics = {"first_output_seconds": row.first - begun, "total_seconds": row.last - begun}
+        if row.decode_rate is not None:
+            metrics["decode_tokens_per_second"] = row.decode_rate
+        settled()
+        work = Work(
+            task="stream",
+            model=self._sha,
+            prompt=sha256_text(text),
+            prompt_tokens=tokens,
+            output_tokens=len(row.ids),
+            machine=machine(),
+        )
+        return Measurement(metrics, work, {"text_sha256": sha256_text(self._tokenizer.decode(row.ids))})
 
     def _batch(self, workload: Workload, prompts: Sequence[Sequence[int]], rows: Sequence[RowTimes]) -> float:
         from mlx_lm.generate import BatchGenerator
@@ -272,6 +290,9 @@ class GnomonSide:
                 if isinstance(event, Delta):
                     row.add(event.ids)
                 elif isinstance(event, Finished):
+                    # Text may be held back where a token ends inside a character; the engine knows when its first token was there.
+                    row.last = time.perf_counter()
+                    row.first = row.last - event.usage.decode_seconds
                     ended.put(None)
                 elif isinstance(event, Failed):
                     ended.put(event.message)

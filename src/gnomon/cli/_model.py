@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from gnomon.cli._library import find
 from gnomon.cli._verbs import CommandError
 from gnomon.config import Config, with_model_defaults
 
@@ -17,16 +18,9 @@ if TYPE_CHECKING:
     from gnomon.chat.tokenizer import Tokenizer
     from gnomon.cli._talk import InProcess
     from gnomon.engine.engine import Engine
+    from gnomon.hub.resolve import Found
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A model on disk. `id` is what the API calls it."""
-
-    path: Path
-    id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +31,6 @@ class Loaded:
     tokenizer: Tokenizer
     template: ChatTemplate
     config: Config
-
-
-def find(config: Config) -> Found:
-    """The model that is asked for, fetched first where it may be. Raises CommandError when there is none."""
-    wanted = config.model.wanted
-    path = Path(wanted or "").expanduser()
-    if wanted and (path / "config.json").is_file():
-        return Found(path, path.resolve().name)
-    raise CommandError(f"no model matches {wanted!r}")
 
 
 def generation_config(path: Path) -> Mapping[str, Any]:

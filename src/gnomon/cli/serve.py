@@ -15,7 +15,8 @@ GROUPS = SERVE
 def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from gnomon.cli._model import find, start
+    from gnomon.cli._library import find
+    from gnomon.cli._model import start
     from gnomon.serve.app import create_app
     from gnomon.serve.server import StartupError, address_of, bind, serve
     from gnomon.serve.services import VERSION

@@ -60,7 +60,9 @@ class Core:
         self.mailbox = mailbox
         self.counters = counters
         self.heart = heart
-        self.make_proposer = propose
+        self.make_proposer = propose if loaded.binding.window_safe else None
+        if propose is not None and not loaded.binding.window_safe:
+            log.warning("a window of several tokens disturbs %s models: nothing is proposed", loaded.model_type)
         self.on_close = on_close
         self.prime = prime
         self.tracer = tracer
@@ -112,6 +114,9 @@ class Core:
                     if job := self.jobs.get(request_id):
                         job.cancel()
                         self.reap()
+                        # Without open requests there is no further turn that would give the rows back.
+                        if not self.jobs:
+                            self.rest()
                 case Stop():
                     self.stopping = True
 

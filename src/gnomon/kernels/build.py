@@ -1,7 +1,8 @@
 """Compile the native CPU kernels on the machine that runs them, once, and load them only after checking what is loaded.
 
-The sources lie in `gnomon/kernels/cpu`. MLX exchanges arrays only with an extension built against the same mlx and nanobind, so a build is kept
-under a key made of everything that must match: mlx, nanobind, Python, compiler, flags, CPU and sources. Nothing here touches the network.
+The sources lie in `gnomon/kernels/cpu`. MLX exchanges arrays only with an extension built against the same mlx and nanobind, so a
+build is kept under a key made of everything that must match: mlx, nanobind, Python, compiler, flags, CPU and sources. Nothing here
+touches the network.
 """
 
 from __future__ import annotations
@@ -51,10 +52,19 @@ _COMMON = (
     "-DNB_DOMAIN=mlx",
 )
 _ISA_FLAGS: dict[str, tuple[str, ...]] = {
-    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c", "-mprefer-vector-width=512"),
+    "avx512": (
+        "-mavx512f",
+        "-mavx512bw",
+        "-mavx512vl",
+        "-mavx512dq",
+        "-mavx2",
+        "-mfma",
+        "-mf16c",
+        "-mprefer-vector-width=512",
+    ),
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
     "neon": (),
-    "portable": (),
+    "portable": ("-O2",),
 }
 
 
@@ -213,8 +223,9 @@ def load(build: Build) -> ModuleType:
         raise BuildError(f"the kernel build in {home} is not the one that was made there; remove it")
     import mlx.core as mx  # registers the array type that the extension exchanges
 
-    if build.toolchain.mlx != mx.__version__:
-        raise BuildError(f"the kernels are built for mlx {build.toolchain.mlx}, but {mx.__version__} is running")
+    running = str(mx.__version__)  # pyright: ignore[reportAttributeAccessIssue]
+    if build.toolchain.mlx != running:
+        raise BuildError(f"the kernels are built for mlx {build.toolchain.mlx}, but {running} is running")
     try:
         loader = importlib.machinery.ExtensionFileLoader(MODULE, str(build.path))
         spec = importlib.util.spec_from_file_location(MODULE, build.path, loader=loader)
@@ -288,12 +299,17 @@ def _run(line: list[str]) -> None:
     except OSError as e:
         raise BuildError(f"the C++ compiler does not run: {e}") from e
     if done.returncode:
-        errors = [text for text in done.stderr.splitlines() if "error" in text] or done.stderr.splitlines() or [f"status {done.returncode}"]
+        errors = (
+            [text for text in done.stderr.splitlines() if "error" in text]
+            or done.stderr.splitlines()
+            or [f"status {done.returncode}"]
+        )
         raise BuildError(f"compiling the native kernels failed: {errors[0].strip()}", log=done.stderr)
 
 
 def _build(tools: Toolchain, cache: Path, home: Path, progress: Callable[[str], None]) -> float:
-    progress(f"Building the native CPU kernels for {', '.join(tools.isas)} with {tools.compiler_version} (once on this machine, about 15 s)")
+    what = f"{', '.join(tools.isas)} with {tools.compiler_version}"
+    progress(f"Building the native CPU kernels for {what} (once on this machine, about 15 s)")
     start = time.monotonic()
     with tempfile.TemporaryDirectory(dir=cache, prefix="building-") as room:
         objects, result = Path(room), Path(room) / "result"
@@ -311,7 +327,12 @@ def _build(tools: Toolchain, cache: Path, home: Path, progress: Callable[[str], 
         _run([*link, *tools.flags, f"-L{mlx_lib}", "-lmlx", f"-Wl,-rpath,{mlx_lib}", "-pthread"])
         seconds = time.monotonic() - start
         digest = hashlib.sha256(library.read_bytes()).hexdigest()
-        manifest = {"key": tools.key, "sha256": digest, "seconds": round(seconds, 1), **{f: getattr(tools, f) for f in tools.__slots__}}
+        manifest = {
+            "key": tools.key,
+            "sha256": digest,
+            "seconds": round(seconds, 1),
+            **{f: getattr(tools, f) for f in tools.__slots__},
+        }
         (result / "build.json").write_text(json.dumps(manifest, indent=1))
         library.chmod(0o700)
         (result / "build.json").chmod(0o600)

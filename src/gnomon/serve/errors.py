@@ -160,6 +160,9 @@ def install(app: FastAPI) -> None:
     async def refused(_: Request, error: Exception) -> Response:
         return cast("APIError", error).response()
 
+    async def engine(_: Request, error: Exception) -> Response:
+        return from_engine(cast("EngineError", error)).response()
+
     async def gone(_: Request, __: Exception) -> Response:
         return Response(status_code=499)
 
@@ -176,5 +179,6 @@ def install(app: FastAPI) -> None:
         return APIError(error.status_code, message, code=code, headers=error.headers).response()
 
     app.add_exception_handler(APIError, refused)
+    app.add_exception_handler(EngineError, engine)
     app.add_exception_handler(ClientDisconnected, gone)
     app.add_exception_handler(HTTPException, http)

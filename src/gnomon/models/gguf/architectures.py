@@ -75,7 +75,8 @@ class Fields:
 class Architecture:
     """How one GGUF architecture maps to an mlx-lm model type.
 
-    `permuted`: q and k rows of each head are stored as interleaved rotary pairs. `norm_offset`: stored norm weights minus this are the model's.
+    `permuted`: q and k rows of each head are stored as interleaved rotary pairs. `norm_offset`: stored norms minus this are the
+    model's.
     """
 
     model_type: str
@@ -95,11 +96,7 @@ class Architecture:
         return None
 
 
-def _llama(fields: Fields) -> dict[str, Any]:
-    return {"attention_bias": False, "mlp_bias": False}
-
-
-def _qwen(fields: Fields) -> dict[str, Any]:
+def _nothing(_: Fields) -> dict[str, Any]:
     return {}
 
 
@@ -115,9 +112,9 @@ def _gemma3(fields: Fields) -> dict[str, Any]:
 
 
 ARCHITECTURES: Final[dict[str, Architecture]] = {
-    "llama": Architecture("llama", "LlamaForCausalLM", _llama, permuted=True),
-    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", _qwen),
-    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", _qwen),
+    "llama": Architecture("llama", "LlamaForCausalLM", _nothing, permuted=True),
+    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", _nothing),
+    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", _nothing),
     "gemma3": Architecture("gemma3_text", "Gemma3ForCausalLM", _gemma3, layer=_GEMMA_LAYER, norm_offset=1.0),
 }
 

@@ -67,14 +67,15 @@ def affine(data: Bytes, kind: Kind) -> Affine:
         at = 4
     else:
         biases = scales * np.float32(-(1 << (bits - 1)))
+    codes: Bytes
     if bits == 8:
-        codes: Bytes = np.bitwise_xor(np.ascontiguousarray(blocks[:, :, at:]), np.uint8(0x80), dtype=np.uint8)
+        codes = np.asarray(blocks[:, :, at:] ^ 0x80, np.uint8)
     else:
         nibbles = blocks[:, :, -16:]
-        codes = np.concatenate([nibbles & 15, nibbles >> 4], axis=-1)
+        codes = np.concatenate([nibbles & 15, nibbles >> 4], axis=-1).astype(np.uint8)
         if bits == 5:
             high = np.unpackbits(np.ascontiguousarray(blocks[:, :, at : at + 4]), axis=-1, bitorder="little")
-            codes |= high << 4
+            codes |= (high << 4).astype(np.uint8)
     return Affine(pack(codes.reshape(rows, -1), bits), scales, biases, bits)
 
 

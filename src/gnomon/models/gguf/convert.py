@@ -73,11 +73,11 @@ def convert(
     """Convert the GGUF file `source` into the model directory `destination`, which must not exist.
 
     Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0 matrices keep their values as MLX affine groups of 32; every other quantised kind is dequantised and
-    stored as `widen` (float32 keeps its values too); f32, f16 and bf16 stay. Vectors (norms, biases) take the type in which the layers then
-    compute: float32 beside affine groups, whose values no narrower type holds, else the matrices' own. `progress(done, total)` counts bytes.
-    `provenance` becomes the directory's gnomon.json. An interrupted run leaves only a directory beside the destination, which the next run
-    replaces. Raises `UnsupportedGGUF` for what can't be expressed, `FileExistsError` when the destination exists, `OSError` when it can't
-    be written.
+    stored as `widen` (float32 keeps its values too); f32, f16 and bf16 stay. Vectors (norms, biases) take the type in which the layers
+    compute: float32 beside affine groups, whose values no narrower type holds, else the matrices' own. `progress(done, total)` counts
+    bytes. `provenance` becomes the directory's gnomon.json. An interrupted run leaves only a directory beside the destination, which
+    the next run replaces. Raises `UnsupportedGGUF` for what can't be expressed, `FileExistsError` when the destination exists,
+    `OSError` when it can't be written.
     """
     source, destination = Path(source), Path(destination)
     if destination.exists():

@@ -1,0 +1,141 @@
+"""The native kernels of this process: built, loaded and put in place once, whoever asks first."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+import mlx.core as mx
+import psutil
+
+from gnomon.kernels import build, dispatch, operations
+
+log = logging.getLogger(__name__)
+
+Policy = Literal["auto", "native", "stock"]
+AUTO: Literal["native", "stock"] = "stock"
+"""What `auto` means on this platform; a path becomes the default only where it won a paired comparison."""
+
+MOST_DEFAULT_THREADS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """What runs and why. `reason` says why operations are stock though native ones were asked for."""
+
+    policy: Policy
+    native: bool
+    reason: str | None = None
+    isa: str | None = None
+    threads: int = 0
+    path: Path | None = None
+    build_seconds: float = 0.0
+
+    def stats(self) -> Mapping[str, Any]:
+        """For `/stats` and `gnomon doctor`, as plain JSON values."""
+        return {
+            "policy": self.policy,
+            "native": self.native,
+            "reason": self.reason,
+            "isa": self.isa,
+            "threads": self.threads,
+            "operations": dispatch.installed() if self.native else [],
+            "stock_calls": dict(dispatch.stock_calls),
+        }
+
+
+_lock = threading.Lock()
+_extension: ModuleType | None = None
+_build: build.Build | None = None
+
+
+def start(
+    policy: Policy = "auto",
+    *,
+    cache: Path | None = None,
+    threads: int | None = None,
+    isa: str = "auto",
+    compiler: str | None = None,
+    progress: Callable[[str], None] = log.info,
+) -> Kernels:
+    """Prepare what `policy` asks for and let the calling thread's steps take it.
+
+    Builds on first use. A machine on which that fails gets one warning and stock operations. Threads and instruction set are the
+    process's: the last engine to start decides. Raises ValueError for threads or an instruction set that can't be.
+    """
+    wanted = AUTO if policy == "auto" else policy
+    if wanted == "stock" or mx.default_device() != mx.Device(mx.cpu):
+        dispatch.choose(False)
+        reason = (
+            None
+            if wanted == "stock"
+            else f"native kernels are for the CPU, the default device is {mx.default_device()}"
+        )
+        return Kernels(policy, False, reason)
+    try:
+        extension, made = _load(cache, compiler, progress)
+    except build.BuildError as e:
+        log.warning("native CPU kernels are not available, using MLX's own operations: %s", e)
+        dispatch.choose(False)
+        return Kernels(policy, False, str(e))
+    extension.set_isa(isa)
+    extension.set_threads(threads or default_threads())
+    dispatch.install(operations.ALL, extension)
+    dispatch.choose(True)
+    return Kernels(policy, True, None, extension.isa(), extension.threads(), made.path, made.seconds)
+
+
+def _load(cache: Path | None, compiler: str | None, progress: Callable[[str], None]) -> tuple[ModuleType, build.Build]:
+    global _extension, _build
+    with _lock:
+        if _extension is None or _build is None:
+            made = build.ensure(cache, compiler=compiler, progress=progress)
+            _extension, _build = build.load(made), made
+        return _extension, _build
+
+
+def extension() -> ModuleType | None:
+    """The loaded extension, if there is one."""
+    return _extension
+
+
+def default_threads() -> int:
+    """Fast cores that this process may run on, up to 16: decoding is bound by memory long before that.
+
+    On hybrid CPUs only the performance cores count: a chunk on a slow core is one that all others wait for.
+    """
+    allowed = os.sched_getaffinity(0)
+    fast = allowed & _performance_cores() or allowed
+    physical = psutil.cpu_count(logical=False) or len(fast)
+    return max(1, min(len(fast), physical, MOST_DEFAULT_THREADS))
+
+
+def _performance_cores() -> set[int]:
+    """Logical CPUs of the fastest kind, as the kernel tells them: Intel's `cpu_core` device, or the highest `cpu_capacity` on arm64."""
+    try:
+        return _cpu_list(Path("/sys/devices/cpu_core/cpus").read_text())
+    except (OSError, ValueError):
+        pass
+    capacities: dict[int, int] = {}
+    for path in Path("/sys/devices/system/cpu").glob("cpu[0-9]*/cpu_capacity"):
+        try:
+            capacities[int(path.parent.name[3:])] = int(path.read_text())
+        except (OSError, ValueError):
+            continue
+    best = max(capacities.values(), default=0)
+    return {cpu for cpu, capacity in capacities.items() if capacity * 10 >= best * 8}
+
+
+def _cpu_list(text: str) -> set[int]:
+    """ "0-3,8" as a set."""
+    cpus: set[int] = set()
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        cpus |= set(range(int(first), int(last or first) + 1))
+    return cpus

@@ -1,0 +1,14 @@
+"""Every operation that has a native version."""
+
+from __future__ import annotations
+
+from gnomon.kernels import attention, norm, quantized_matmul, rope, vocabulary
+from gnomon.kernels.dispatch import Operation
+
+ALL: tuple[Operation, ...] = (
+    *quantized_matmul.OPERATIONS,
+    *norm.OPERATIONS,
+    *rope.OPERATIONS,
+    *attention.OPERATIONS,
+    *vocabulary.OPERATIONS,
+)

@@ -1,0 +1,181 @@
+import dataclasses
+import json
+import logging
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from gnomon.kernels import build, dispatch, native
+
+FAKE = """#!{python}
+import pathlib, sys, time
+if "--version" in sys.argv:
+    print("fake compiler 1.0"); sys.exit(0)
+with open({log!r}, "a") as log:
+    log.write(("link" if "-shared" in sys.argv else "compile") + "\\n")
+time.sleep({seconds})
+if {fails}:
+    print("kernel.cpp:1: error: out of luck", file=sys.stderr); sys.exit(1)
+pathlib.Path(sys.argv[sys.argv.index("-o") + 1]).write_bytes(b"object")
+"""
+
+
+def fake_compiler(folder: Path, *, fails: bool = False, seconds: float = 0.0) -> str:
+    path = folder / "fake-c++"
+    path.write_text(FAKE.format(python=sys.executable, log=str(folder / "calls"), fails=fails, seconds=seconds))
+    path.chmod(0o755)
+    return str(path)
+
+
+def calls(folder: Path) -> list[str]:
+    path = folder / "calls"
+    return path.read_text().split() if path.exists() else []
+
+
+def fake_build(folder: Path) -> build.Build:
+    return build.ensure(folder / "cache", compiler=fake_compiler(folder), flags=("-DTEST",))
+
+
+def test_no_compiler() -> None:
+    with pytest.raises(build.BuildError, match="no C\\+\\+ compiler found"):
+        build.ensure(compiler="no-such-compiler")
+
+
+def test_a_failing_build_names_the_error_and_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(build.BuildError, match="out of luck"):
+        build.ensure(tmp_path / "cache", compiler=fake_compiler(tmp_path, fails=True))
+    assert [p.name for p in (tmp_path / "cache").iterdir() if not p.name.endswith(".lock")] == []
+
+
+def test_a_library_that_does_not_work_is_not_kept(tmp_path: Path) -> None:
+    with pytest.raises(build.BuildError, match="fail their first product"):
+        build.ensure(tmp_path / "cache", compiler=fake_compiler(tmp_path))
+    assert [p.name for p in (tmp_path / "cache").iterdir() if not p.name.endswith(".lock")] == []
+
+
+def test_a_cache_that_can_not_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(build.BuildError, match="can't be written"):
+        build.ensure(tmp_path / "file" / "cache", compiler=fake_compiler(tmp_path))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
+def test_a_read_only_cache(tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir(mode=0o500)
+    with pytest.raises(build.BuildError, match="can't be written"):
+        build.ensure(tmp_path / "cache", compiler=fake_compiler(tmp_path))
+
+
+def test_starting_falls_back_with_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(native, "_extension", None)
+    with caplog.at_level(logging.WARNING):
+        kernels = native.start("native", cache=tmp_path / "cache", compiler=fake_compiler(tmp_path, fails=True))
+    assert not kernels.native
+    assert not dispatch.thread.native
+    assert "out of luck" in (kernels.reason or "")
+    assert [r.levelname for r in caplog.records] == ["WARNING"]
+    assert kernels.stats()["reason"] == kernels.reason
+
+
+def test_a_build_is_made_once_and_kept(tmp_path: Path) -> None:
+    first = fake_build(tmp_path)
+    made = calls(tmp_path)
+    second = build.ensure(tmp_path / "cache", compiler=first.toolchain.compiler, flags=("-DTEST",))
+    assert made.count("link") == 1
+    assert calls(tmp_path) == made
+    assert second.path == first.path
+    assert (first.seconds > 0, second.seconds) == (True, 0.0)
+
+
+def test_concurrent_first_starts_build_once(tmp_path: Path) -> None:
+    compiler = fake_compiler(tmp_path, seconds=0.1)
+    code = (
+        "import sys; from pathlib import Path; from gnomon.kernels import build\n"
+        "print(build.ensure(Path(sys.argv[1]), compiler=sys.argv[2], flags=('-DTEST',)).path)"
+    )
+    line = [sys.executable, "-c", code, str(tmp_path / "cache"), compiler]
+    both = [subprocess.Popen(line, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    paths = {p.communicate(timeout=120)[0].strip() for p in both}
+    assert [p.returncode for p in both] == [0, 0, 0]
+    assert len(paths) == 1
+    assert calls(tmp_path).count("link") == 1
+
+
+def test_everything_that_must_match_is_in_the_key(tmp_path: Path) -> None:
+    tools = build.toolchain(fake_compiler(tmp_path))
+    for field in dataclasses.fields(tools):
+        value = getattr(tools, field.name)
+        other = dataclasses.replace(
+            tools, **{field.name: (*value, "other") if isinstance(value, tuple) else f"{value}x"}
+        )
+        assert other.key != tools.key, field.name
+
+
+def test_another_owner_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = fake_build(tmp_path)
+    me = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: me + 1)
+    with pytest.raises(build.BuildError, match="belongs to user"):
+        build.load(made)
+
+
+@pytest.mark.parametrize("which", ["directory", "library", "manifest"])
+def test_what_others_can_write_is_refused(tmp_path: Path, which: str) -> None:
+    made = fake_build(tmp_path)
+    path = {"directory": made.path.parent, "library": made.path, "manifest": made.path.parent / "build.json"}[which]
+    path.chmod(path.stat().st_mode | stat.S_IWOTH)
+    with pytest.raises(build.BuildError, match="can be written by others"):
+        build.load(made)
+
+
+def test_a_shared_cache_directory_is_refused(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    cache.chmod(0o777)
+    with pytest.raises(build.BuildError, match="can be written by others"):
+        build.ensure(cache, compiler=fake_compiler(tmp_path))
+
+
+def test_a_changed_library_is_refused(tmp_path: Path) -> None:
+    made = fake_build(tmp_path)
+    made.path.write_bytes(b"something else")
+    with pytest.raises(build.BuildError, match="is not the one that was made there"):
+        build.load(made)
+
+
+def test_another_mlx_is_refused_before_importing(tmp_path: Path) -> None:
+    made = fake_build(tmp_path)
+    tools = dataclasses.replace(made.toolchain, mlx="0.0.1")
+    manifest = made.path.parent / "build.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "key": tools.key}))
+    with pytest.raises(build.BuildError, match=r"built for mlx 0\.0\.1"):
+        build.load(dataclasses.replace(made, toolchain=tools))
+
+
+def test_the_sources_are_in_the_package() -> None:
+    names = {p.name for p in build.SOURCES.iterdir()}
+    assert {"bindings.cpp", "isa_avx2.cpp", "isa_avx512.cpp", "isa_neon.cpp", "isa_portable.cpp", "linear.inl"} <= names
+
+
+def test_a_forked_child_has_its_own_pool(kernels: ModuleType) -> None:
+    kernels.set_threads(2)
+    pid = os.fork()
+    if pid == 0:
+        kernels.set_threads(3)
+        os._exit(kernels.threads())
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
+    assert kernels.threads() == 2
+
+
+def test_wrong_settings_are_refused(kernels: ModuleType) -> None:
+    with pytest.raises(ValueError, match="instruction set sse9"):
+        kernels.set_isa("sse9")
+    with pytest.raises(ValueError, match="threads must be 1 to 1024"):
+        kernels.set_threads(0)
