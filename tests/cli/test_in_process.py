@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -18,9 +17,8 @@ import pytest
 from cli_process import clean_environment, gnomon
 from tiny_directory import make
 
-from gnomon.cli._model import check_backend, find
+from gnomon.cli._model import check_backend
 from gnomon.cli._verbs import CommandError
-from gnomon.config import Config, ModelConfig
 
 
 @pytest.fixture(scope="module")
@@ -190,8 +188,3 @@ def test_a_missing_backend_names_the_extras(monkeypatch):
     monkeypatch.setitem(sys.modules, "mlx.core", None)
     with pytest.raises(CommandError, match=r"gnomon\[cpu\].*gnomon\[cuda\]"):
         check_backend()
-
-
-def test_find_takes_a_directory(model):
-    found = find(Config(model=ModelConfig(model=os.path.relpath(model))))
-    assert (found.path.resolve(), found.id) == (model.resolve(), "tiny")

@@ -16,7 +16,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from gnomon.cli._library import find
-    from gnomon.cli._model import start
+    from gnomon.cli._model import start, working
     from gnomon.serve.app import create_app
     from gnomon.serve.server import StartupError, address_of, bind, serve
     from gnomon.serve.services import VERSION
@@ -29,10 +29,7 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError(str(e)) from e
     with bound:
         found = find(config)
-        if console.is_terminal and not console.is_dumb_terminal:
-            with console.status(f"loading {found.id}"):
-                loaded = start(config, found)
-        else:
+        with working(f"loading {found.id}"):
             loaded = start(config, found)
 
         def ready() -> None:
