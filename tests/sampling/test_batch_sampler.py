@@ -210,7 +210,7 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     [
         (SamplingParams(logit_bias=((VOCAB, 1.0),)), "logit_bias", "0 to 96"),
         (SamplingParams(logit_bias=((-1, 1.0),)), "logit_bias", "0 to 96"),
-        (SamplingParams(logit_bias=((1, float("nan")),)), "logit_bias", "not a number"),
+        (SamplingParams(logit_bias=((1, float("inf")),)), "logit_bias", "finite"),
         (SamplingParams(repetition_penalty=-0.5), "repetition_penalty", "at least 0"),
         (SamplingParams(temperature=float("inf")), "temperature", "finite"),
         (SamplingParams(frequency_context_size=-1), "frequency_context_size", "at least 0"),
@@ -231,3 +231,13 @@ def test_odd_history_ids_are_harmless() -> None:
     odd = BatchSampler([RowSampling(params, seed=0, history=[5, VOCAB + 3, -200, 6])]).draw(logits)
     plain = BatchSampler([RowSampling(params, seed=0, history=[5, 6])]).draw(logits)
     assert odd.tokens.item() == plain.tokens.item()
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])
+@pytest.mark.parametrize("temperature", [1e-4, 1e-30, 5e-324])
+def test_a_tiny_temperature_is_as_good_as_greedy(dtype: mx.Dtype, temperature: float) -> None:
+    logits = mx.zeros((1, 1, 50_000), dtype=dtype)
+    logits[0, 0, 777] = 0.5
+    assert (
+        BatchSampler([RowSampling(SamplingParams(temperature=temperature), seed=0)]).draw(logits).tokens.item() == 777
+    )

@@ -78,6 +78,7 @@ def test_tokens_declared_only_in_the_settings_are_added(tmp_path: Path) -> None:
         tokenizer,
         tmp_path,
         pad_token="<pad>",
+        additional_special_tokens=["<|extra|>", {"__type": "AddedToken", "content": "<|other|>", "special": True}],
         added_tokens_decoder={
             str(at): {
                 "content": "<|late|>",
@@ -90,7 +91,7 @@ def test_tokens_declared_only_in_the_settings_are_added(tmp_path: Path) -> None:
         },
     )
     ours, theirs = Tokenizer.load(path), reference(path)
-    for text in ("a<|late|>b", "a<pad>b"):
+    for text in ("a<|late|>b", "a<pad>b", "a<|extra|>b<|other|>"):
         assert ours.encode(text) == theirs.encode(text, add_special_tokens=False)
     assert ours.token_id("<|late|>") == at
     assert ours.token_id("<pad>") in ours.hidden_ids

