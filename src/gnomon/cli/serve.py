@@ -17,6 +17,7 @@ def run(args: argparse.Namespace) -> int:
 
     from gnomon.cli._library import find
     from gnomon.cli._model import start, working
+    from gnomon.cli._prompt_log import PromptLog
     from gnomon.serve.app import create_app
     from gnomon.serve.server import StartupError, address_of, bind, serve
     from gnomon.serve.services import VERSION
@@ -35,5 +36,6 @@ def run(args: argparse.Namespace) -> int:
         def ready() -> None:
             console.print(f"Gnomon {VERSION} serves {found.id} at {address_of(bound)}", markup=False, soft_wrap=True)
 
-        app = create_app(loaded.engine, loaded.tokenizer, loaded.template, config.http, loaded.config.sampling)
-        return serve(app, loaded.engine, bound, config.http, ready)
+        engine = PromptLog(loaded.engine, loaded.tokenizer) if config.log.log_prompts else loaded.engine
+        app = create_app(engine, loaded.tokenizer, loaded.template, config.http, loaded.config.sampling)
+        return serve(app, engine, bound, config.http, ready)
