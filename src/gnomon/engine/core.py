@@ -11,6 +11,7 @@ import mlx.core as mx
 from gnomon.chat.tokenizer import Tokenizer
 from gnomon.config import EngineConfig
 from gnomon.engine.batch import Batch
+from gnomon.engine.budget import Budget
 from gnomon.engine.counters import Counters
 from gnomon.engine.heart import Heart
 from gnomon.engine.mailbox import Cancel, Mailbox, Stop, Submit
@@ -45,6 +46,7 @@ class Core:
         loaded: LoadedModel,
         tokenizer: Tokenizer,
         config: EngineConfig,
+        budget: Budget,
         mailbox: Mailbox,
         counters: Counters,
         heart: Heart,
@@ -57,6 +59,7 @@ class Core:
         self.loaded = loaded
         self.tokenizer = tokenizer
         self.config = config
+        self.budget = budget
         self.mailbox = mailbox
         self.counters = counters
         self.heart = heart
@@ -73,6 +76,7 @@ class Core:
             chunk=config.prefill_chunk,
             may_group=binding.batchable and binding.pad_safe,
             new_prefill=lambda jobs: self.new_prefill([job.prompt for job in jobs]),
+            has_memory=lambda job: budget.has_room([job, *(other for other in self.jobs.values() if other.admitted)]),
         )
         self.jobs: dict[str, Job] = {}
         """Open requests that reached this thread."""
@@ -201,12 +205,7 @@ class Core:
 
     def rest(self) -> None:
         """Nothing is open: hold no state and no spare memory, and see that the books are straight."""
-        if self.batch.rows or self.stepper.flight is not None:
-            mx.synchronize()
-        self.batch.clear()
-        self.stepper.flight = None
-        self.scheduler.drop_closed()
-        mx.clear_cache()
+        self.close()
         self.check_integrity()
         self.take_gauges()
 
@@ -364,6 +363,14 @@ class Core:
         for job in self.jobs.values():
             job.fail(error, code, fatal=True)
         self.reap()
+
+    def close(self) -> None:
+        """Let go of all states, after what still computes on them."""
+        mx.synchronize()
+        self.batch.clear()
+        self.stepper.flight = None
+        self.scheduler.drop_closed()
+        mx.clear_cache()
 
     def check_integrity(self) -> None:
         """Raise RuntimeError when the books of an idle core aren't empty."""

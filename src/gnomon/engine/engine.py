@@ -28,6 +28,7 @@ from gnomon.engine.api import (
     SamplingParams,
     Sink,
 )
+from gnomon.engine.budget import Budget, allocator_limits, budget_for
 from gnomon.engine.completion import Completion, collect
 from gnomon.engine.core import Core, DeviceFailed
 from gnomon.engine.counters import Counters
@@ -84,6 +85,7 @@ class Engine:
         self._started = time.time()
         self._model: ModelInfo | None = None
         self._core: Core | None = None
+        self._budget: Budget | None = None
         self._error: Exception | None = None
         self._loaded = threading.Event()
         self._draining = False
@@ -118,7 +120,9 @@ class Engine:
 
         Raises `InvalidRequest`, `QueueFull` or `EngineUnavailable`; then nothing was started.
         """
-        limit = admission.token_limit(request, self.model, self.config.context_limit)
+        model, budget = self.model, self._budget
+        in_memory = budget.max_context(max(1, request.n)) if budget is not None else None
+        limit = admission.token_limit(request, model, self.config.context_limit, in_memory)
         seed = request.sampling.seed
         job = Job(request, sink, limit, fresh_seed() if seed is None else seed)
         with self._lock:
@@ -203,7 +207,7 @@ class Engine:
                 "started_at": self._started,
                 "open_requests": len(jobs),
             },
-            **stats.snapshot(self._counters, self.config, self._model, jobs),
+            **stats.snapshot(self._counters, self.config, self._model, self._budget, jobs),
         }
 
     def drain(self, timeout: float) -> bool:
@@ -251,14 +255,19 @@ class Engine:
     # The thread
 
     def _run(self) -> None:
+        with allocator_limits(self.config.memory_budget):
+            self._live()
+        # The weights go with the core, unless the caller of `load` holds them.
+        self._core = None
+
+    def _live(self) -> None:
         try:
             core = self._core = self._open_core()
         except Exception as error:  # noqa: BLE001  (whatever the load raised reaches the caller through `wait` and `health`)
-            self._error = error
-            self._loaded.set()
             self._fail(None, error)
             return
-        self._loaded.set()
+        finally:
+            self._loaded.set()
         resets, finished = 0, 0
         while not core.stopping:
             try:
@@ -283,14 +292,17 @@ class Engine:
                     self._fail(core, error)
                     return
         self._end(core, EngineUnavailable("the engine was stopped"), "engine_stopped")
+        core.close()
 
     def _open_core(self) -> Core:
         loaded = self._load()
         binding = loaded.binding
+        budget = self._budget = budget_for(loaded, self.config.memory_budget)
         core = Core(
             loaded,
             self.tokenizer,
             self.config,
+            budget,
             self._mailbox,
             self._counters,
             self._heart,
