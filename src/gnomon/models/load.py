@@ -67,7 +67,8 @@ def load(path: str | Path) -> LoadedModel:
         model, understood = load_model(path)
     except (ValueError, KeyError, TypeError, RuntimeError) as error:
         # mlx-lm raises these for weights that don't fit the configuration and for configurations its model can't be built from.
-        raise ModelError(f"{path} can't be loaded as a {config['model_type']} model: {error}") from error
+        reason = " ".join(str(error).split())
+        raise ModelError(f"{path} can't be loaded as a {config['model_type']} model: {reason}") from error
     binding = bind(model)
     return LoadedModel(
         model=model,
