@@ -30,11 +30,12 @@ from gnomon.engine.api import (
 )
 from gnomon.engine.budget import Budget, allocator_limits, budget_for
 from gnomon.engine.completion import Completion, collect
-from gnomon.engine.core import Core, DeviceFailed
+from gnomon.engine.core import Core
 from gnomon.engine.counters import Counters
 from gnomon.engine.heart import Heart
 from gnomon.engine.mailbox import Cancel, Mailbox, Stop, Submit
 from gnomon.engine.row import Job, ProposerFactory
+from gnomon.engine.runner import DeviceFailed
 from gnomon.engine.sampling import fresh_seed
 from gnomon.models.load import LoadedModel
 from gnomon.models.load import load as load_model
