@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,17 @@ def test_loading_and_generating_as_mlx_lm_does(directory: Path) -> None:
         assert (done.choices[0].finish_reason, done.usage.completion_tokens) == ("length", 20)
         assert done.usage.prompt_tokens == len(prompt)
         assert done.usage.lane == "serial"
+
+
+def test_a_text_prompt_gets_one_beginning_of_sequence_token(tmp_path: Path) -> None:
+    directory = tiny_models.save("llama", tmp_path)
+    file = directory / "tokenizer_config.json"
+    begin = tiny_models.SPECIALS[1]
+    file.write_text(json.dumps({**json.loads(file.read_text()), "bos_token": begin, "add_bos_token": True}))
+    with gnomon.load(directory) as engine:
+        plain = engine.generate("the cat", max_tokens=1).usage.prompt_tokens
+        assert plain == len(engine.tokenizer.encode("the cat")) + 1
+        assert engine.generate(begin + "the cat", max_tokens=1).usage.prompt_tokens == plain
 
 
 def test_a_stop_string_ends_a_choice_and_is_not_shown(directory: Path) -> None:

@@ -168,11 +168,14 @@ class Engine:
         n: int = 1,
         ignore_eos: bool = False,
     ) -> Completion:
-        """Continue a prompt and wait for the end. Text is encoded with the model's special tokens, without a chat template.
+        """Continue a prompt and wait for the end.
+
+        Text takes no chat template; what the model wants around a raw prompt (a beginning-of-sequence token) is added, unless it is
+        there already.
 
         Raises an `EngineError` when the request is refused or fails.
         """
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        ids = self._encode(prompt) if isinstance(prompt, str) else prompt
         request = Request(
             id=f"generate-{uuid.uuid4().hex}",
             prompt=tuple(ids),
@@ -183,6 +186,10 @@ class Engine:
             n=n,
         )
         return collect(self.stream(request), n)
+
+    def _encode(self, text: str) -> list[int]:
+        begin = self.tokenizer.special_tokens.get("bos_token")
+        return self.tokenizer.encode(text, special=not begin or not text.startswith(begin))
 
     def health(self) -> Health:
         age, error = self._heart.age, self._error
