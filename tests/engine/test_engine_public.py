@@ -11,6 +11,8 @@ import mlx.core as mx
 import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.utils import load_model
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 import gnomon
 import tiny_models
@@ -41,7 +43,12 @@ def test_a_text_prompt_gets_one_beginning_of_sequence_token(tmp_path: Path) -> N
     directory = tiny_models.save("llama", tmp_path)
     file = directory / "tokenizer_config.json"
     begin = tiny_models.SPECIALS[1]
-    file.write_text(json.dumps({**json.loads(file.read_text()), "bos_token": begin, "add_bos_token": True}))
+    file.write_text(json.dumps({**json.loads(file.read_text()), "bos_token": begin}))
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer.post_processor = TemplateProcessing(
+        single=f"{begin} $A", special_tokens=[(begin, tokenizer.token_to_id(begin))]
+    )
+    tokenizer.save(str(directory / "tokenizer.json"))
     with gnomon.load(directory) as engine:
         plain = engine.generate("the cat", max_tokens=1).usage.prompt_tokens
         assert plain == len(engine.tokenizer.encode("the cat")) + 1
