@@ -108,3 +108,13 @@ def test_every_public_name_is_there() -> None:
     assert all(getattr(gnomon, name) is not None for name in gnomon.__all__)
     with pytest.raises(AttributeError, match="nothing"):
         _ = gnomon.nothing
+
+
+def test_a_program_that_forgets_to_stop_still_ends(directory: Path) -> None:
+    code = (
+        f"import gnomon; engine = gnomon.load({str(directory)!r})\n"
+        "stream = engine.stream(gnomon.Request('a', (5, 6, 7), max_tokens=2000, ignore_eos=True))\n"
+        "print(type(next(stream)).__name__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "Progress\n"), done.stderr
