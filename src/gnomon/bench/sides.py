@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 from pydantic import JsonValue
 
-from gnomon.bench.provenance import machine, sha256_ids
+from gnomon.bench.provenance import machine, sha256_ids, sha256_text
 from gnomon.bench.schema import Work
 from gnomon.bench.synthetic import fill, probed
 from gnomon.bench.workload import ArmFailed, Measurement, Unsupported, Workload
@@ -162,6 +162,8 @@ class ReferenceSide:
 
     def measure(self, workload: Workload) -> Measurement:
         cell = workload.cell
+        if cell.task == "stream":
+            return self._stream(workload)
         prompts = [workload.ids(self._vocabulary(), row, self._eos) for row in range(cell.rows)]
         before = settled()
         mx.reset_peak_memory()
@@ -194,6 +196,37 @@ class ReferenceSide:
         for response in steps:
             row.add([response.token])
         return begun
+
+    def _stream(self, workload: Workload) -> Measurement:
+        """A text prompt through `stream_generate`, as a server would get it: end-of-sequence tokens count."""
+        if workload.cell.rows != 1:
+            raise Unsupported("stream_generate takes one request")
+        text = workload.text()
+        row, tokens, begun = RowTimes(), 0, 0.0
+        self._tokenizer.eos_token_ids = self._eos
+        try:
+            begun = time.perf_counter()
+            steps = self._lm.stream_generate(
+                self._model, self._tokenizer, text, max_tokens=workload.cell.output_tokens, **self._settings
+            )
+            for response in steps:
+                row.add([response.token])
+                tokens = response.prompt_tokens
+        finally:
+            self._tokenizer.eos_token_ids = []
+        metrics = {"first_output_seconds": row.first - begun, "total_seconds": row.last - begun}
+        if row.decode_rate is not None:
+            metrics["decode_tokens_per_second"] = row.decode_rate
+        settled()
+        work = Work(
+            task="stream",
+            model=self._sha,
+            prompt=sha256_text(text),
+            prompt_tokens=tokens,
+            output_tokens=len(row.ids),
+            machine=machine(),
+        )
+        return Measurement(metrics, work, {"text_sha256": sha256_text(self._tokenizer.decode(row.ids))})
 
     def _batch(self, workload: Workload, prompts: Sequence[Sequence[int]], rows: Sequence[RowTimes]) -> float:
         from mlx_lm.generate import BatchGenerator
