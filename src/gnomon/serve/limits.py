@@ -17,6 +17,8 @@ from gnomon.serve.metrics import Metrics
 logger = logging.getLogger("gnomon.serve.access")
 
 HEADER_COUNT = 128
+PROBED = frozenset({"/health", "/metrics"})
+"""Asked for every few seconds by supervisors: logged only when something is wrong."""
 TRACE_HEADER = "x-gnomon-trace-id"
 _TRACE_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
@@ -81,10 +83,14 @@ class RequestFrame:
         except Exception:  # nobody foresaw it: the client hears of it with the id under which the log has it
             if status:
                 raise
-            logger.exception("%s %s failed", scope["method"], scope["path"])
+            logger.exception("%s of %s failed", scope["method"], getattr(scope.get("route"), "path", "unmatched"))
             await internal().response()(scope, receive, framed)
         finally:
             seconds = time.perf_counter() - started
             route = getattr(scope.get("route"), "path", "unmatched")
             self.metrics.request(scope["method"], route, status, seconds)
-            logger.info("%s %s %d %.1f ms", scope["method"], scope["path"], status, seconds * 1e3)
+            level = logging.DEBUG if scope["path"] in PROBED and status == 200 else logging.INFO
+            # As it came, percent-encoded: the decoded path may hold line breaks.
+            raw: bytes = scope.get("raw_path") or b"?"
+            target = raw.decode("ascii", "replace")
+            logger.log(level, "%s %s %d %.1f ms", scope["method"], target, status, seconds * 1e3)
