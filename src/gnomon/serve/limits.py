@@ -67,12 +67,11 @@ class RequestFrame:
         trace_id = trace_id if trace_id is not None and refusal is None else request_id
         scope.setdefault("state", {}).update(request_id=request_id, trace_id=trace_id)
         about.set(request_id)
-        status = 0
+        sent: list[int] = []
 
         async def framed(message: Message) -> None:
-            nonlocal status
             if message["type"] == "http.response.start":
-                status = message["status"]
+                sent.append(message["status"])
                 headers = MutableHeaders(scope=message)
                 headers["x-request-id"] = request_id
                 headers[TRACE_HEADER] = trace_id
@@ -81,11 +80,13 @@ class RequestFrame:
         try:
             await (self.app if refusal is None else refusal.response())(scope, receive, framed)
         except Exception:  # nobody foresaw it: the client hears of it with the id under which the log has it
-            if status:
+            if sent:
                 raise
             logger.exception("%s of %s failed", scope["method"], getattr(scope.get("route"), "path", "unmatched"))
             await internal().response()(scope, receive, framed)
         finally:
+            # Without a response the client had left.
+            status = sent[0] if sent else 499
             seconds = time.perf_counter() - started
             route = getattr(scope.get("route"), "path", "unmatched")
             self.metrics.request(scope["method"], route, status, seconds)
