@@ -59,6 +59,8 @@ class Services:
     metrics: Metrics
     preparation: PreparationPool
     owner: str
+    endpoints: tuple[str, ...]
+    """Method and path of every route."""
     started_at: float = field(default_factory=time.time)
 
 
