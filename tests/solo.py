@@ -10,9 +10,9 @@ import numpy as np
 from mlx import nn
 from mlx_lm.generate import generate_step
 
-GAP_BOUNDS = {"float32": 2e-4, "bfloat16": 0.13}
+GAP_BOUNDS = {"float32": 5e-5, "bfloat16": 0.13}
 """Two scores nearer than this are a tie, by type of the logits: batches and windows may sum in another order than a lone row.
-Measured differences of single logits stay well below half of it."""
+Twice the largest difference of a log-probability that tiny models of all kinds were seen to have (1e-5, 0.0625), and some more."""
 
 
 @dataclass(frozen=True)

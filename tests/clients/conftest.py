@@ -10,11 +10,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "serve"))
 
-from fake_engine import THINKING, FakeEngine, Job, Live, live_server, logprob
+from fake_engine import KEY, THINKING, FakeEngine, Job, Live, live_server, logprob
 
 from gnomon.config import HTTPConfig
-
-KEY = "sk-test"
 
 
 def script(job: Job) -> None:
@@ -36,7 +34,7 @@ def script(job: Job) -> None:
 
 
 @pytest.fixture(scope="session")
-def live() -> Iterator[Live]:
+def live() -> Iterator[Live[FakeEngine]]:
     with live_server(
         FakeEngine(script), template=THINKING, http=HTTPConfig(api_keys=(KEY,), body_limit=10_000)
     ) as made:

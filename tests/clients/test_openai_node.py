@@ -11,8 +11,7 @@ from typing import Any
 
 import platformdirs
 import pytest
-from conftest import KEY
-from fake_engine import MODEL, Live, eventually
+from fake_engine import KEY, MODEL, FakeEngine, Live, eventually
 from filelock import FileLock
 
 VERSION = "7.59.0"
@@ -44,7 +43,7 @@ def package() -> Path:
     return home
 
 
-def test_the_node_client(live: Live, package: Path) -> None:
+def test_the_node_client(live: Live[FakeEngine], package: Path) -> None:
     script = package / SCRIPT.name
     shutil.copyfile(SCRIPT, script)
     environment = {**os.environ, "BASE_URL": live.url + "/v1", "API_KEY": KEY, "MODEL": MODEL}

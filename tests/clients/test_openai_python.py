@@ -7,13 +7,12 @@ from collections.abc import Iterator
 
 import openai
 import pytest
-from conftest import KEY
-from fake_engine import MODEL, Live, eventually
+from fake_engine import KEY, MODEL, FakeEngine, Live, eventually
 from openai import AsyncOpenAI, OpenAI
 
 
 @pytest.fixture
-def client(live: Live) -> Iterator[OpenAI]:
+def client(live: Live[FakeEngine]) -> Iterator[OpenAI]:
     with OpenAI(base_url=live.url + "/v1", api_key=KEY, max_retries=0) as made:
         yield made
 
@@ -92,7 +91,7 @@ def test_models(client: OpenAI) -> None:
         client.models.retrieve("other")
 
 
-def test_errors(client: OpenAI, live: Live) -> None:
+def test_errors(client: OpenAI, live: Live[FakeEngine]) -> None:
     with pytest.raises(openai.BadRequestError) as bad:
         client.chat.completions.create(model=MODEL, messages=ask("Hi"), temperature=9)
     assert (bad.value.param, bad.value.type) == ("temperature", "invalid_request_error")
@@ -111,14 +110,14 @@ def test_errors(client: OpenAI, live: Live) -> None:
     assert received == "A"
 
 
-def test_a_stream_that_is_closed_early_is_cancelled(client: OpenAI, live: Live) -> None:
+def test_a_stream_that_is_closed_early_is_cancelled(client: OpenAI, live: Live[FakeEngine]) -> None:
     with client.chat.completions.create(model=MODEL, messages=ask("wait"), stream=True) as stream:
         assert next(stream).choices[0].delta.role == "assistant"
         assert len(live.engine.open) == 1
     eventually(lambda: not live.engine.open)
 
 
-def test_async(live: Live) -> None:
+def test_async(live: Live[FakeEngine]) -> None:
     async def main() -> None:
         async with AsyncOpenAI(base_url=live.url + "/v1", api_key=KEY, max_retries=0) as client:
             answers = await asyncio.gather(

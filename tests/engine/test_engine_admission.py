@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import threading
 import time
@@ -284,6 +285,9 @@ def test_two_hundred_requests_leave_no_trace() -> None:
     with tiny_engine(config=EngineConfig(queue=300, prefill_chunk=64)) as engine:
         engine.generate(prompt_of(3), max_tokens=2)
         _wait_idle(engine)
+        gc.collect()  # models of earlier tests
+        engine.generate(prompt_of(3), max_tokens=2)
+        _wait_idle(engine)
         memory = engine.stats()["memory"]
         threads = threading.active_count()
         events: dict[str, list[Event]] = {}
@@ -307,7 +311,7 @@ def test_two_hundred_requests_leave_no_trace() -> None:
         assert stats["requests"]["cancelled"] > 20
         assert stats["requests"]["failed"] == 0
         assert (stats["batch"]["active_rows"], stats["batch"]["pending_rows"], stats["batch"]["kv_bytes"]) == (0, 0, 0)
-        assert stats["memory"]["active_bytes"] == memory["active_bytes"]
+        assert stats["memory"]["active_bytes"] <= memory["active_bytes"]
         assert stats["memory"]["cache_bytes"] <= memory["cache_bytes"]
         assert threading.active_count() == threads
         for heard in events.values():

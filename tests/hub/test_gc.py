@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from caches import config, converted, hub_revision, safetensors, tree
 from filelock import FileLock
+from huggingface_hub import scan_cache_dir
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from huggingface_hub import scan_cache_dir
 
 from gnomon.hub import gc
 from gnomon.hub.errors import HubError

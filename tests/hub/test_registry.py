@@ -125,7 +125,7 @@ def test_paths(several: Registry, hub: Path, tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(plain)
     assert look(".", Registry(())).id == "my-model"
     (plain / "config.json").unlink()
-    with pytest.raises(HubError, match="has no config.json"):
+    with pytest.raises(HubError, match=r"has no config\.json"):
         look(str(plain), several)
     file = tmp_path / "x.gguf"
     file.touch()

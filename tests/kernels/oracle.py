@@ -5,6 +5,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
+STEP = {mx.float32: 2.0**-149, mx.float16: 2.0**-24, mx.bfloat16: 2.0**-133}
+"""Distance of subnormal numbers."""
 EPSILON = {mx.float32: 2.0**-23, mx.float16: 2.0**-10, mx.bfloat16: 2.0**-7}
 
 
@@ -41,7 +43,7 @@ def close(result: mx.array, expected: Array, magnitude: Array | float, terms: in
     """`result` within one rounding to its type, and `terms` ** 0.5 float32 roundings of what was added up (`magnitude`)."""
     got = wide(result)
     assert got.shape == expected.shape
-    bound = EPSILON[result.dtype] * np.abs(expected) + 8 * 2.0**-23 * max(terms, 1) ** 0.5 * magnitude + 1e-37
+    bound = EPSILON[result.dtype] * np.abs(expected) + 8 * 2.0**-23 * max(terms, 1) ** 0.5 * magnitude + STEP[result.dtype]
     wrong = ~((np.abs(got - expected) <= bound) | (np.isnan(got) & np.isnan(expected)) | (got == expected))
     assert not wrong.any(), (
         f"{wrong.sum()} of {wrong.size} beyond the bound, worst {np.nanmax(np.abs(got - expected) / bound):.2f} of it"

@@ -79,6 +79,26 @@ def test_the_curve_is_monotone_and_keeps_minus_infinity(params: HLG, values: lis
     assert (np.diff(out[kept]) >= -2e-6 * np.maximum(1, np.abs(out[kept[1:]]))).all()
 
 
+@pytest.mark.parametrize("side", [1, -1])
+@pytest.mark.parametrize("scale", [0.0, 4.0])
+def test_no_rounding_at_a_border_turns_the_order_round(side: int, scale: float) -> None:
+    params = HLG(width=4.0, shoulder=scale, toe=scale, pivot_offset=6.0)
+    for top in np.linspace(-0.001, -3.0, 40, dtype=np.float32):
+        border = np.float32(top - np.float32(6.0) + np.float32(side * 4))
+        level = np.sort(border + np.arange(-20, 21, dtype=np.float32) * np.spacing(border))
+        x = mx.array(np.append(level, top)[None])
+        out = np.array(tone_curve(x, pivots(x, [params]), [params]))[0, :-1]
+        assert (np.diff(out) >= 0).all()
+
+
+def test_a_tie_in_rounding_at_the_lower_border_keeps_the_order() -> None:
+    # -5 - 2^-21 counts as linear since its distance rounds to -4; pivot - width rounds to -5, above it.
+    pivot, level = mx.array([[-1 - 2.0**-22]]), mx.array([[-5 - 2.0**-20, -5 - 2.0**-21, -5.0]])
+    out = np.array(tone_curve(level, pivot, [HLG(width=4.0, toe=0.0)]))[0]
+    assert out[1] == level[0, 1].item()
+    assert (np.diff(out) >= 0).all()
+
+
 @settings(max_examples=100, deadline=None)
 @given(curves, st.lists(st.floats(-60, 60, width=32), min_size=2, max_size=60), st.booleans())
 def test_an_infinite_width_or_scale_changes_no_bit(params: HLG, values: list[float], by_width: bool) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mlx_lm import sample_utils as oracle
 
 from gnomon.engine.api import SamplingParams
-from gnomon.engine.sampling import BatchSampler, RowSampling, filters
+from gnomon.engine.sampling import BatchSampler, RowSampling, filters, processors
 from gnomon.engine.sampling.randomness import Keys, Stream
 
 DTYPES = [mx.float32, mx.bfloat16, mx.float16]
@@ -81,6 +81,15 @@ def test_processors(params: SamplingParams, history: list[int], dtype: mx.Dtype,
         expected = processor(mx.array(history), expected)
     expected = (expected - mx.logsumexp(expected, keepdims=True)).astype(mx.float32)[0]
     np.testing.assert_array_equal(bits(scores(params, history, x)), bits(expected))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_places_of_a_window_that_hold_nothing_change_no_bit(dtype: mx.Dtype) -> None:
+    x = mx.array([[-0.0, 0.0, 1.0], [-0.0, 0.0, 1.0]]).astype(dtype)
+    ids, seen = mx.array([[2, 2], [2, 0]]), mx.array([[True, True], [True, False]])
+    out = processors.frequency(x, ids, seen, mx.full((2, 1), 0.25).astype(dtype))
+    expected = mx.array([[-0.0, 0.0, 0.5], [-0.0, 0.0, 0.75]]).astype(dtype)
+    np.testing.assert_array_equal(bits(out), bits(expected))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -52,6 +52,6 @@ def test_text_streams_as_mlx_lms(model_path: Path) -> None:
             joined += stream.push(token)
             oracle.add_token(token)
         oracle.finalize()
-        # mlx-lm drops a space at the very beginning of byte-level text; it is kept here.
-        assert joined.removeprefix(" ") == oracle.text.removeprefix(" ")
+        # mlx-lm drops spaces at the very beginning of byte-level text; they are kept here.
+        assert joined.lstrip(" ") == oracle.text.lstrip(" ")
         assert joined == text

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from fastapi import FastAPI
 
@@ -17,6 +18,7 @@ from gnomon.config import HTTPConfig, SamplingDefaults
 from gnomon.engine.api import (
     ChoiceFinished,
     Delta,
+    Engine,
     EngineError,
     EngineUnavailable,
     Failed,
@@ -37,6 +39,7 @@ from gnomon.serve.server import Server, address_of, bind
 from gnomon.serve.services import Timing
 
 MODEL = "tests/fake-model"
+KEY = "sk-test"
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>"
     "{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}{{ m.content }}"
@@ -228,24 +231,24 @@ def make_app(
     )
 
 
+E = TypeVar("E", bound=Engine)
+
+
 @dataclass
-class Live:
+class Live(Generic[E]):
     """A server on a real socket."""
 
     url: str
     port: int
-    engine: FakeEngine
+    engine: E
     app: FastAPI
     server: Server
 
 
 @contextlib.contextmanager
-def live_server(engine: FakeEngine, **made: Any) -> Iterator[Live]:
-    """Serve on a free port of the loopback, in a thread of this process."""
-    import asyncio
-
-    http = replace(made.pop("http", None) or HTTPConfig(), port=0, shutdown_timeout_ms=500)
-    app = make_app(engine, http=http, **made)
+def serving(app: FastAPI, engine: E, http: HTTPConfig) -> Iterator[Live[E]]:
+    """Serve on a free port of the loopback, in a thread of this process. The engine is stopped at the end."""
+    http = replace(http, port=0, shutdown_timeout_ms=500)
     bound = bind(http)
     started = threading.Event()
     servers: list[Server] = []
@@ -263,6 +266,14 @@ def live_server(engine: FakeEngine, **made: Any) -> Iterator[Live]:
         servers[0].should_exit = True
         thread.join(20)
         assert not thread.is_alive()
+
+
+@contextlib.contextmanager
+def live_server(engine: FakeEngine, **made: Any) -> Iterator[Live[FakeEngine]]:
+    """A server over a fake engine; the rest is for `make_app`."""
+    http: HTTPConfig = made.pop("http", HTTPConfig())
+    with serving(make_app(engine, http=http, **made), engine, http) as live:
+        yield live
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> None:

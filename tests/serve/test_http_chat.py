@@ -269,14 +269,14 @@ def test_server_defaults_fill_what_a_request_leaves_out(engine: FakeEngine) -> N
     assert (one.sampling.top_p, one.sampling.top_k, one.sampling.min_p, one.max_tokens) == (0.8, 20, 0.1, 33)
     assert one.sampling.hlg == HLG(toe=1.0)
     assert (two.sampling.top_p, two.sampling.top_k, two.max_tokens, two.sampling.hlg) == (0.8, 0, 3, None)
-    # The fake engine says L1 of what it did; a stream must foretell it.
-    assert first.headers["x-gnomon-tier"] == "L1"
+    assert first.headers["x-gnomon-tier"] == first.json()["usage"]["tier"] == "Lab"
     assert second.headers["x-gnomon-tier"] == "L1"
 
 
 def test_a_stream_with_tone_curve_says_it_is_lab(client: TestClient) -> None:
-    response = client.post(CHAT, json=user("Hi", hlg={}, stream=True))
+    response = client.post(CHAT, json=user("Hi", hlg={}, stream=True, stream_options={"include_usage": True}))
     assert response.headers["x-gnomon-tier"] == "Lab"
+    assert json.loads(parse_stream(response.text)[-2])["usage"]["tier"] == "Lab"
 
 
 def test_history_is_rendered_as_templates_expect_it(client: TestClient, engine: FakeEngine) -> None:

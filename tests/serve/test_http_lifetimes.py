@@ -30,13 +30,13 @@ from gnomon.serve.services import Timing
 
 
 @pytest.fixture
-def live() -> Iterator[Live]:
+def live() -> Iterator[Live[FakeEngine]]:
     with live_server(FakeEngine(None)) as made:
         yield made
 
 
 @contextlib.contextmanager
-def asking(live: Live, route: str = "/v1/chat/completions", **body: Any) -> Iterator[socket.socket]:
+def asking(live: Live[FakeEngine], route: str = "/v1/chat/completions", **body: Any) -> Iterator[socket.socket]:
     """A connection on which a request was sent and nothing read."""
     payload = json.dumps(body).encode()
     with socket.create_connection(("127.0.0.1", live.port), 20) as raw:
@@ -63,7 +63,7 @@ def read_all(raw: socket.socket) -> bytes:
     return seen
 
 
-def idle(live: Live) -> bool:
+def idle(live: Live[FakeEngine]) -> bool:
     """Nothing of any request is left on either side."""
     return not live.engine.open and live.app.state.services.metrics.open == 0
 
@@ -71,7 +71,7 @@ def idle(live: Live) -> bool:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("stage", ["queued", "prefill", "decode"])
 @pytest.mark.parametrize("how", ["close", "reset"])
-def test_a_client_that_leaves_is_cancelled(live: Live, stream: bool, stage: str, how: str) -> None:
+def test_a_client_that_leaves_is_cancelled(live: Live[FakeEngine], stream: bool, stage: str, how: str) -> None:
     with asking(live, **user("Hi", stream=stream, n=2)) as raw:
         job = live.engine.take()
         if stage != "queued":
@@ -92,7 +92,7 @@ def test_a_client_that_leaves_is_cancelled(live: Live, stream: bool, stage: str,
         assert b"fine" in read_until(raw, b"fine")
 
 
-def test_a_client_that_leaves_several_prompts(live: Live) -> None:
+def test_a_client_that_leaves_several_prompts(live: Live[FakeEngine]) -> None:
     with asking(live, "/v1/completions", prompt=["a", "b", "c"]):
         jobs = [live.engine.take() for _ in range(3)]
         jobs[1].say("done")

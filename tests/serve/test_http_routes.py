@@ -92,7 +92,10 @@ def test_metrics(client: TestClient, engine: FakeEngine) -> None:
     client.post("/v1/chat/completions", json=user("Hi"))
     client.post("/v1/chat/completions", json={})
     client.get("/nowhere/at/all")
-    engine.sections = {"batch": {"active_rows": 3, "mode": "batch", "inner": {"kv-bytes": 7}}}
+    engine.sections = {
+        "batch": {"active_rows": 3, "mode": "batch", "inner": {"kv-bytes": 7, "buckets": {"1": 2}}},
+        "engine": {"open": 5},
+    }
     text = client.get("/metrics").text
     samples = {
         (one.name, tuple(sorted(one.labels.items()))): one.value
@@ -114,6 +117,7 @@ def test_metrics(client: TestClient, engine: FakeEngine) -> None:
     assert value("gnomon_engine_up") == 1
     assert value("gnomon_engine_batch_active_rows") == 3
     assert value("gnomon_engine_batch_inner_kv_bytes") == 7
+    assert not any("buckets" in name or "engine_open" in name for name, _ in samples)
     engine.state = Health("stalled", 9.0)
     assert "gnomon_engine_up 0.0" in client.get("/metrics").text
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,15 +30,14 @@ def find(config: Config) -> Found:
 
     Raises CommandError.
     """
-    import psutil
-
     from gnomon.hub.errors import HubError
     from gnomon.hub.registry import Registry, scan
     from gnomon.hub.resolve import STARTER, Found, resolve
+    from gnomon.models.machine import memory
 
     store, wanted = store_of(config), config.model.wanted
     direct = wanted is not None and Path(wanted).expanduser().exists()
-    ram = psutil.virtual_memory().total
+    ram = memory()
     try:
         registry = Registry(()) if direct else scan(store)
         found = resolve(wanted, registry, fits=lambda model: _fits(model, ram, config), runs=runs, ram=ram)
@@ -78,14 +77,18 @@ def _fits(model: Model, ram: int, config: Config) -> bool:
 
 
 def runs(model: Model) -> bool:
-    """Whether mlx-lm has this model type (loading decides the rest)."""
-    package = importlib.util.find_spec("mlx_lm")
-    if package is None or not model.model_type.isidentifier():
-        return False
-    return any(
-        (Path(folder) / "models" / f"{model.model_type}.py").is_file()
-        for folder in package.submodule_search_locations or ()
-    )
+    """Whether mlx-lm has this model type and nothing is known against it here (loading decides the rest)."""
+    return model.model_type in _runnable()
+
+
+@cache
+def _runnable() -> frozenset[str]:
+    from gnomon.cli._model import check_backend
+
+    check_backend()
+    from gnomon.models.supported import supported_types
+
+    return frozenset(row.model_type for row in supported_types() if row.runs is not False)
 
 
 def stderr() -> Console:

@@ -114,6 +114,9 @@ class Core:
                     if job := self.jobs.get(request_id):
                         job.cancel()
                         self.reap()
+                        # Without open requests there is no further turn that would give the rows back.
+                        if not self.jobs:
+                            self.rest()
                 case Stop():
                     self.stopping = True
 

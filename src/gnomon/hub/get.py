@@ -67,7 +67,6 @@ class Hub:
 
     def __init__(self, cache: Path | None = None, endpoint: str | None = None, token: str | bool | None = None) -> None:
         self.cache = hub_cache() if cache is None else cache
-        self.endpoint = endpoint
         self.token = token
         self.api = HfApi(endpoint=endpoint, token=token)
         self.pause = 1.0
@@ -99,7 +98,7 @@ class Hub:
                 repo,
                 revision=revision if self._still(repo, revision, commit) else commit,
                 cache_dir=self.cache,
-                endpoint=self.endpoint,
+                endpoint=self.api.endpoint,
                 token=self.token,
                 allow_patterns=[file.name for file in wanted],
                 max_workers=1,
@@ -186,7 +185,7 @@ class Hub:
             os.fsync(sink.fileno())
 
     def _stream(self, repo: str, commit: str, file: Wanted, sink: BinaryIO, progress: Progress) -> None:
-        url = hf_hub_url(repo, file.name, revision=commit, endpoint=self.endpoint)
+        url = hf_hub_url(repo, file.name, revision=commit, endpoint=self.api.endpoint)
         headers = build_hf_headers(token=self.token) | {"Accept-Encoding": "identity"}
         if (start := sink.tell()) > 0:
             headers["Range"] = f"bytes={start}-"

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from gnomon.kernels import quantized_matmul
+from gnomon.kernels import attention, norm, quantized_matmul, rope, vocabulary
 from gnomon.kernels.dispatch import Operation
 
-ALL: tuple[Operation, ...] = (*quantized_matmul.OPERATIONS,)
+ALL: tuple[Operation, ...] = (
+    *quantized_matmul.OPERATIONS,
+    *norm.OPERATIONS,
+    *rope.OPERATIONS,
+    *attention.OPERATIONS,
+    *vocabulary.OPERATIONS,
+)

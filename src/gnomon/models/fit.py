@@ -156,6 +156,8 @@ def _element(tensors: Mapping[str, Tensor]) -> int:
 def _layer_kinds(text: Mapping[str, Any]) -> Sequence[str]:
     layers = int(text.get("num_hidden_layers") or text.get("n_layers") or text.get("n_layer") or 0)
     shared = int(text.get("num_kv_shared_layers") or 0)
+    if not text.get("num_attention_heads"):
+        return ["linear_attention"] * layers
     kinds = text.get("layer_types")
     if not isinstance(kinds, list):
         pattern = int(text.get("sliding_window_pattern") or 0)
@@ -172,7 +174,9 @@ def _layer_kinds(text: Mapping[str, Any]) -> Sequence[str]:
 def _per_token(text: Mapping[str, Any], full: bool) -> int:
     """KV elements one layer keeps per token: the latent's width, or keys and values of every KV head."""
     if text.get("kv_lora_rank"):
-        return int(text["kv_lora_rank"]) + int(text.get("qk_rope_head_dim") or 0)
+        # Models with an indexer keep its keys too, which mlx-lm stores as keys and values.
+        index = 2 * int(text.get("index_head_dim") or 0)
+        return int(text["kv_lora_rank"]) + int(text.get("qk_rope_head_dim") or 0) + index
     heads = int(text.get("num_attention_heads") or 1)
     kv_heads = int(text.get("num_key_value_heads") or heads)
     head_dim = int(text.get("head_dim") or int(text.get("hidden_size") or 0) // heads)

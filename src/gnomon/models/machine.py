@@ -37,17 +37,23 @@ class Machine:
 
 def this_machine(cache: Path) -> Machine:
     """Describe this machine. A measurement is kept in `cache` and made again only for another processor or GPU."""
+    ram = memory()
     if platform.system() == "Darwin":
         name = _output("sysctl", "-n", "machdep.cpu.brand_string") or "unknown chip"
         row = sku(name)
-        ram = psutil.virtual_memory().total
         return Machine(name, "metal", ram, row.gbps if row else UNKNOWN_CHIP_GBPS, "table" if row else "assumed")
     gpu = _cuda()
     if gpu is not None:
-        return Machine(gpu[0], "cuda", gpu[1], _remembered(cache, f"cuda {gpu[0]}", cuda_bandwidth), "measured")
-    name, ram = _processor(), psutil.virtual_memory().total
+        return Machine(gpu[0], "cuda", ram, _remembered(cache, f"cuda {gpu[0]}", cuda_bandwidth), "measured")
+    name = _processor()
     key = f"cpu {name} x{os.cpu_count()}"
     return Machine(name, "cpu", ram, _remembered(cache, key, cpu_bandwidth), "measured")
+
+
+def memory() -> int:
+    """Bytes of the memory that models share: the GPU's own on CUDA, else the machine's."""
+    gpu = _cuda() if platform.system() != "Darwin" else None
+    return gpu[1] if gpu is not None else psutil.virtual_memory().total
 
 
 def _remembered(cache: Path, key: str, measure: Callable[[], float]) -> float:

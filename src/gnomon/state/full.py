@@ -11,7 +11,7 @@ from mlx_lm.models.cache import KVCache, create_attention_mask
 from gnomon.state.buffer import RowBuffer, copied, round_slots
 from gnomon.state.layer import LayerState
 from gnomon.state.rows import Rows
-from gnomon.state.snapshot import LayerKind, LayerSnapshot
+from gnomon.state.snapshot import LayerKind, LayerSnapshot, shared
 
 KeysValues = tuple[mx.array, mx.array]
 
@@ -160,8 +160,7 @@ class FullLayer(LayerState):
     def restore(self, snapshot: LayerSnapshot) -> None:
         self._lone, self._buffer = KVCache(), RowBuffer(1)
         if snapshot.arrays:
-            # No copy: there is no free slot, so the first append makes new arrays.
-            self._lone.state = snapshot.arrays["keys"], snapshot.arrays["values"], snapshot.numbers["length"]
+            self._lone.state = *shared(snapshot, "keys", "values"), snapshot.numbers["length"]
 
     def arrays(self) -> list[mx.array]:
         return [array for array in (self.keys, self.values) if array is not None]

@@ -11,7 +11,7 @@ from mlx_lm.models.cache import RotatingKVCache
 from gnomon.state.buffer import RowBuffer, copied, round_slots
 from gnomon.state.layer import LayerState
 from gnomon.state.rows import Rows
-from gnomon.state.snapshot import LayerKind, LayerSnapshot
+from gnomon.state.snapshot import LayerKind, LayerSnapshot, shared
 
 KeysValues = tuple[mx.array, mx.array]
 
@@ -193,13 +193,12 @@ class SlidingLayer(LayerState):
         return LayerSnapshot("sliding", arrays, numbers | {"index": index})
 
     def restore(self, snapshot: LayerSnapshot) -> None:
-        numbers, arrays = snapshot.numbers, snapshot.arrays
+        numbers = snapshot.numbers
         if numbers["window"] != self.window:
             raise ValueError(f"the snapshot's window is {numbers['window']}, this layer's is {self.window}")
         self._lone, self._buffer = RotatingKVCache(max_size=self.window), RowBuffer(1)
-        if arrays:
-            # No copy: an in-place write of mlx's copies first what the snapshot still holds.
-            self._lone.state = arrays["keys"], arrays["values"], numbers["length"], 0, self.window, numbers["index"]
+        if snapshot.arrays:
+            self._lone.state = *shared(snapshot, "keys", "values"), numbers["length"], 0, self.window, numbers["index"]
         self._phase = [0]
 
     def arrays(self) -> list[mx.array]:

@@ -1,5 +1,6 @@
 // What every primitive needs: the chosen instruction set, the pool, scratch memory, and views of MLX arrays.
 #pragma once
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
@@ -105,6 +106,26 @@ class Native : public mx::UnaryPrimitive {
   using mx::UnaryPrimitive::UnaryPrimitive;
   void eval_gpu(const std::vector<mx::array>&, mx::array&) override { throw std::runtime_error(std::string(name()) + " runs on the CPU only"); }
 };
+
+// A row as floats: where it lies if it is one already, else in `room`.
+inline const float* widen(const Table& t, const char* from, Type type, int64_t step, int n, float* room) {
+  if (type == F32 && step == 1) return reinterpret_cast<const float*>(from);
+  if (step == 1) t.to_f32(from, type, n, room);
+  else
+    for (int i = 0; i < n; i++) t.to_f32(from + i * step * static_cast<int64_t>(type_size(type)), type, 1, room + i);
+  return room;
+}
+
+// f(first, last) over [0, n) in the pool if `work` (elements to go through) is worth waking it.
+template <class F> void split(int64_t n, int64_t work, F&& f) {
+  auto workers = pool();
+  const int64_t parts = work < 32768 ? 1 : std::min<int64_t>(n, 4 * workers->size());
+  if (parts <= 1) {
+    f(static_cast<int64_t>(0), n);
+    return;
+  }
+  workers->run(static_cast<int>(parts), [&](int i) { f(n * i / parts, n * (i + 1) / parts); });
+}
 
 template <class F> void dispatch(mx::Stream stream, F&& f) { mx::cpu::get_command_encoder(stream).dispatch(std::forward<F>(f)); }
 

@@ -12,6 +12,8 @@ inline constexpr size_t type_size(Type t) { return t == F32 ? 4 : 2; }
 // How the weights of a linear map are stored: affine-quantised in as many bits, or dense in a float type.
 enum Codec : int { Q2 = 2, Q3 = 3, Q4 = 4, Q5 = 5, Q6 = 6, Q8 = 8, D_F16 = 14, D_BF16 = 15, D_F32 = 16 };
 
+enum Activation : int { SILU = 0, GELU_TANH = 1, GELU_ERF = 2 };
+
 // A block is 32 values along K. Every output is 16 partial sums, one for each lane, of values in increasing block order, added by a fixed
 // tree. The lane of a value depends on its place in the block and on the codec alone, so an output's bits depend on nothing else.
 inline constexpr int BLOCK = 32;
@@ -50,6 +52,17 @@ struct Table {
   void (*multiply)(const Weights& w, int n0, int n1, const float* x, int rows, float* y, int64_t ldy, float* scratch);
   // One row of weights as floats in the natural order.
   void (*decode_row)(const Weights& w, int64_t n, float* out);
+  void (*rms_norm)(const float* x, const float* w, int n, float eps, float* y);
+  void (*layer_norm)(const float* x, const float* w, const float* b, int n, float eps, float* y);
+  void (*gate)(Activation a, const float* g, const float* u, size_t n, float* y);  // y = a(g) * u, or a(g) without u
+  void (*add_rows)(const float* a, const float* b, size_t n, float* y);
+  float (*row_max)(const float* x, int n);
+  float (*exp_sum)(const float* x, int n, float m, float* y);
+  void (*scale_row)(float* x, int n, float by);
+  void (*divide_row)(float* x, int n, float by);
+  void (*rotate)(const float* x, const float* cos, const float* sin, int h, bool traditional, float* y);
+  void (*scores)(const float* q, int64_t ldq, int rows, const float* k, int64_t ldk, int keys, int d, float scale, float* s, int64_t lds);
+  void (*weigh)(const float* p, int64_t ldp, int rows, const float* v, int64_t ldv, int keys, int d, float* o, int64_t ldo);
   void (*to_f32)(const void* x, Type type, size_t n, float* y);
   void (*from_f32)(const float* x, Type type, size_t n, void* y);
 };

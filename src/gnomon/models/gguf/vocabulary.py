@@ -183,7 +183,10 @@ def _byte_level(vocabulary: Vocabulary) -> Tokenizer:
     kind = PRE_TOKENIZERS[name]
     merges = [tuple(merge.split(" ", 1)) for merge in vocabulary.get("merges", ())]
     vocab = {token: index for index, token in enumerate(vocabulary.tokens)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=kind == "llama-bpe"))
+    try:
+        tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=kind == "llama-bpe"))
+    except Exception as error:
+        raise UnsupportedGGUF(f"tokenizer.ggml.merges doesn't go with the tokens: {error}") from error
     if kind == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
     bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -125,7 +125,7 @@ async def complete(generation: Generation, prepared: ChatJob, services: Services
             }
             for index, pieces in enumerate(made)
         ],
-        "usage": usage_body(generation.usages, generation.reasoning_tokens),
+        "usage": usage_body(generation.usages, prepared.job.tier, generation.reasoning_tokens),
     }
 
 
@@ -157,7 +157,7 @@ async def frames(generation: Generation, prepared: ChatJob, services: Services) 
                 yield b"".join(frame(chunk) for piece in pieces for chunk in _chunks(prepared, services, piece))
         if prepared.job.usage:
             last = _chunk(prepared, services, None, {})
-            last["usage"] = usage_body(generation.usages, generation.reasoning_tokens)
+            last["usage"] = usage_body(generation.usages, prepared.job.tier, generation.reasoning_tokens)
             yield frame(last)
         yield DONE
     except APIError as error:

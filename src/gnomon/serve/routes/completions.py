@@ -99,7 +99,8 @@ async def answer(body: bytes, services: Services, trace_id: str) -> Response:
         completion = await complete(generation, prepared, services)
     finally:
         generation.close()
-    return JSONResponse(completion, headers=job.headers(weakest([usage.tier for usage in generation.usages])))
+    tiers = [job.tier, *(usage.tier for usage in generation.usages)]
+    return JSONResponse(completion, headers=job.headers(weakest(tiers)))
 
 
 async def complete(generation: Generation, prepared: CompletionJob, services: Services) -> Completion:
@@ -109,7 +110,7 @@ async def complete(generation: Generation, prepared: CompletionJob, services: Se
         for piece in pieces or ():
             made[piece.index].append(piece)
     completion = _completion(prepared, services)
-    completion["usage"] = usage_body(generation.usages)
+    completion["usage"] = usage_body(generation.usages, prepared.job.tier)
     completion["choices"] = [
         {
             "index": index,
@@ -133,7 +134,7 @@ async def frames(generation: Generation, prepared: CompletionJob, services: Serv
                 yield b"".join(frame(_chunk(prepared, services, piece, offsets)) for piece in pieces)
         if prepared.job.usage:
             last = _completion(prepared, services)
-            last["usage"] = usage_body(generation.usages)
+            last["usage"] = usage_body(generation.usages, prepared.job.tier)
             yield frame(last)
         yield DONE
     except APIError as error:
