@@ -38,5 +38,12 @@ def run(args: argparse.Namespace) -> int:
         def ready() -> None:
             console.print(f"Gnomon {VERSION} serves {found.id} at {address_of(bound)}", markup=False, soft_wrap=True)
 
-        app = create_app(loaded.engine, loaded.tokenizer, loaded.template, config.http, loaded.config.sampling)
+        app = create_app(
+            loaded.engine,
+            loaded.tokenizer,
+            loaded.template,
+            config.http,
+            loaded.config.sampling,
+            tracer=loaded.tracer,
+        )
         return serve(app, loaded.engine, bound, config.http, ready)
