@@ -224,7 +224,7 @@ class LogConfig:
 
     log_format: Literal["text", "json"] = option("text", "shape of log lines")
     log_level: Literal["debug", "info", "warning", "error"] = option("info", "least severity logged")
-    log_prompts: bool = option(False, "log prompts and answers too")
+    log_prompts: bool = option(False, "the server logs prompts and answers too")
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -18,9 +17,8 @@ import pytest
 from cli_process import clean_environment, gnomon
 from tiny_directory import make
 
-from gnomon.cli._model import check_backend, find
+from gnomon.cli._model import check_backend
 from gnomon.cli._verbs import CommandError
-from gnomon.config import Config, ModelConfig
 
 
 @pytest.fixture(scope="module")
@@ -177,21 +175,28 @@ def test_serve_answers_and_drains(model, oracle):
         assert f"port {port} is taken" in taken.stderr
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
+        # Prompts are not logged unasked.
+        assert process.stderr is not None
+        assert "abc" not in process.stderr.read()
 
 
 def test_a_bare_command_serves(model):
     # Without a verb, flags and a path are those of serve.
-    with serving(str(model)) as (process, _):
+    with serving(str(model), "--log-prompts", "--log-format", "json") as (process, url):
+        said = gnomon(
+            "generate", "--server", url, "--raw", "--prompt", "abc", "--max-tokens", "4", "--temp", "0"
+        ).stdout
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0
+        assert process.stderr is not None
+        lines = [json.loads(line) for line in process.stderr]
+    prompt, answer = (line for line in lines if line["logger"] == "gnomon.prompts")
+    assert prompt["message"] == "prompt of 3 tokens: abc"
+    assert answer["message"] == f"answer 0 (length): {said[:-1]}"
+    assert prompt["request_id"] == answer["request_id"]
 
 
 def test_a_missing_backend_names_the_extras(monkeypatch):
     monkeypatch.setitem(sys.modules, "mlx.core", None)
     with pytest.raises(CommandError, match=r"gnomon\[cpu\].*gnomon\[cuda\]"):
         check_backend()
-
-
-def test_find_takes_a_directory(model):
-    found = find(Config(model=ModelConfig(model=os.path.relpath(model))))
-    assert (found.path.resolve(), found.id) == (model.resolve(), "tiny")

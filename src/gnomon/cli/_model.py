@@ -1,15 +1,16 @@
-"""Finding and loading the model that the flags ask for."""
+"""Loading the model that the flags ask for, with its tokenizer, its template and its own defaults."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from gnomon.cli._library import find
+from gnomon.cli._library import find, stderr
 from gnomon.cli._verbs import CommandError
 from gnomon.config import Config, with_model_defaults
 
@@ -91,16 +92,21 @@ def tracer_of(config: Config) -> Tracer:
 
 
 def load(config: Config) -> InProcess:
-    """The model for `generate` and `chat`, loaded in this process."""
-    from rich.console import Console
-
+    """The model for `generate` and `chat`, found (fetched, if it is the starter) and loaded in this process."""
     from gnomon.cli._talk import InProcess
 
     found = find(config)
-    console = Console(stderr=True)
-    if console.is_terminal and not console.is_dumb_terminal:
-        with console.status(f"loading {found.id}"):
-            loaded = start(config, found)
-    else:
+    with working(f"loading {found.id}"):
         loaded = start(config, found)
     return InProcess(loaded.engine, loaded.tokenizer, loaded.template, loaded.config.sampling)
+
+
+@contextmanager
+def working(what: str) -> Generator[None]:
+    """Says on a terminal that something takes a while."""
+    console = stderr()
+    if console.is_terminal and not console.is_dumb_terminal:
+        with console.status(what):
+            yield
+    else:
+        yield

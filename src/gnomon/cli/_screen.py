@@ -54,11 +54,12 @@ class Screen:
                         if printed not in (None, event.kind):
                             self._between()
                         printed = event.kind
-                        self._print(event)
+                        # Kept first: what Ctrl-C lets the user see is part of the conversation.
                         if event.kind == "content":
                             answer.content += event.text
                         else:
                             answer.reasoning += event.text
+                        self._print(event)
                     elif isinstance(event, Ended):
                         answer.ended = event
         except KeyboardInterrupt:

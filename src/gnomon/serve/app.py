@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 from starlette.middleware.cors import CORSMiddleware
 
 from gnomon.chat.template import ChatTemplate
@@ -21,6 +24,13 @@ from gnomon.trace import OFF, Tracer
 
 ROUTES = (chat_completions, completions, models, root, health, stats, metrics)
 EXPOSED = ("x-request-id", TRACE_HEADER, "x-gnomon-tier", "retry-after", "warning")
+
+
+def _endpoints() -> Iterator[str]:
+    for module in ROUTES:
+        for route in module.router.routes:
+            if isinstance(route, APIRoute):
+                yield from (f"{method} {route.path_format}" for method in route.methods or ())
 
 
 def create_app(
@@ -58,6 +68,7 @@ def create_app(
         preparation=PreparationPool(http.preparation_queue),
         owner=owner,
         tracer=tracer,
+        endpoints=tuple(sorted(_endpoints())),
     )
     for module in ROUTES:
         app.include_router(module.router)

@@ -60,6 +60,8 @@ class Services:
     metrics: Metrics
     preparation: PreparationPool
     owner: str
+    endpoints: tuple[str, ...]
+    """Method and path of every route."""
     tracer: Tracer = OFF
     started_at: float = field(default_factory=time.time)
 
