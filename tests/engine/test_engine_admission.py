@@ -312,7 +312,8 @@ def test_two_hundred_requests_leave_no_trace() -> None:
         assert stats["requests"]["cancelled"] > 20
         assert stats["requests"]["failed"] == 0
         assert (stats["batch"]["active_rows"], stats["batch"]["pending_rows"], stats["batch"]["kv_bytes"]) == (0, 0, 0)
-        assert stats["memory"]["active_bytes"] <= memory["active_bytes"]
+        # What is kept for later prompts is held on purpose.
+        assert stats["memory"]["active_bytes"] - stats["prompt_cache"]["bytes"] <= memory["active_bytes"]
         assert stats["memory"]["cache_bytes"] <= memory["cache_bytes"]
         assert threading.active_count() == threads
         for heard in events.values():

@@ -43,6 +43,10 @@ class Scheduler:
     new_prefill: NewPrefill
     has_memory: Callable[[Job], bool]
     """Whether a request fits beside those admitted."""
+    num_cached: Callable[[Job], int] = lambda _: 0
+    """Prompt tokens whose state would be lent now."""
+    may_join: Callable[[Job, Sequence[Job]], bool] = lambda _job, _group: True
+    """Whether prefilling a request with these loses nothing: it may do better to wait for what they compute."""
     waiting: deque[Job] = field(default_factory=deque[Job])
     admitted: deque[Job] = field(default_factory=deque[Job])
     long: Preparation | None = None
@@ -111,8 +115,12 @@ class Scheduler:
         if self.long is not None and not self.long.jobs[0].open:
             self.long = None
 
+    def _drain(self, job: Job) -> int:
+        """Prompt tokens to prefill."""
+        return len(job.prompt) - 1 - self.num_cached(job)
+
     def _is_short(self, job: Job) -> bool:
-        return len(job.prompt) - 1 <= self.chunk
+        return self._drain(job) <= self.chunk
 
     def _is_long(self, job: Job) -> bool:
         return not self._is_short(job)
@@ -122,10 +130,12 @@ class Scheduler:
         group: list[Job] = []
         width = 0
         for job in filter(self._is_short, self.admitted):
-            drain = len(job.prompt) - 1
+            drain = self._drain(job)
             wider = max(width, drain)
-            # A one-token prompt has nothing to drain: it joins the batch as it is, alone.
+            # A prompt with nothing to drain joins the batch as it is, alone.
             if group and (not self.may_group or not drain or not width or wider * (len(group) + 1) > self.chunk):
+                break
+            if group and not self.may_join(job, group):
                 break
             group.append(job)
             width = wider

@@ -26,7 +26,13 @@ NONE, CAUSAL, BOOLEAN, ADDITIVE = range(4)
 
 
 def reference(
-    q: mx.array, k: mx.array, v: mx.array, *, scale: float, mask: str | mx.array | None = None, sinks: mx.array | None = None
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    *,
+    scale: float,
+    mask: str | mx.array | None = None,
+    sinks: mx.array | None = None,
 ) -> mx.array:
     """The same in plain MLX operations, in float32."""
     batch, heads, length, _ = q.shape
@@ -54,7 +60,13 @@ def why_not(q: mx.array, k: mx.array, v: mx.array, mask: str | mx.array | None, 
     """What keeps these arguments from the native version, or None."""
     if q.ndim != 4 or k.ndim != 4 or v.ndim != 4 or q.dtype not in FLOATS or k.dtype != q.dtype or v.dtype != q.dtype:
         return f"q {q.shape} of {q.dtype}, k {k.shape} of {k.dtype}, v {v.shape} of {v.dtype}"
-    if k.shape[1] == 0 or q.shape[1] % k.shape[1] or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3] or q.shape[0] != k.shape[0]:
+    if (
+        k.shape[1] == 0
+        or q.shape[1] % k.shape[1]
+        or k.shape[:3] != v.shape[:3]
+        or q.shape[3] != k.shape[3]
+        or q.shape[0] != k.shape[0]
+    ):
         return f"q {q.shape}, k {k.shape}, v {v.shape}"
     if isinstance(mask, str):
         if mask != "causal":
