@@ -159,6 +159,7 @@ class Core:
                 jobs[0].fail(error)
             else:
                 self.prefill_apart(jobs, error)
+            self.scheduler.done(preparation)
             if not any(job.open for job in jobs):
                 self.runner.probe()
             return
@@ -377,8 +378,8 @@ class Core:
         """Read what only this thread may read: sizes of arrays and MLX's memory."""
         counters = self.counters
         states = [self.batch.state, *(ready.state for ready in self.scheduler.prepared)]
-        if self.scheduler.long is not None:
-            states.append(self.scheduler.long.prefill.state)
+        under_way = (self.scheduler.long, self.scheduler.short)
+        states += [one.prefill.state for one in under_way if one is not None]
         counters.kv_bytes = sum(state.nbytes() for state in states if state is not None)
         counters.active_rows = self.batch.num_open
         counters.memory = {

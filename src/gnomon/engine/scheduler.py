@@ -50,6 +50,8 @@ class Scheduler:
     waiting: deque[Job] = field(default_factory=deque[Job])
     admitted: deque[Job] = field(default_factory=deque[Job])
     long: Preparation | None = None
+    short: Preparation | None = None
+    """Short prompts under way; one that pauses for a checkpoint takes more than one turn."""
     prepared: deque[Prepared] = field(default_factory=deque[Prepared])
     num_running: int = 0
     """Rows decoding now; the owner of the batch keeps it up to date."""
@@ -61,7 +63,8 @@ class Scheduler:
 
     @property
     def num_reserved(self) -> int:
-        jobs = [*self.admitted, *(self.long.jobs if self.long else ())]
+        under_way = [job for one in (self.long, self.short) if one is not None for job in one.jobs]
+        jobs = [*self.admitted, *under_way]
         return sum(self.need(job) for job in jobs if job.open)
 
     @property
@@ -70,11 +73,11 @@ class Scheduler:
 
     @property
     def num_preparing(self) -> int:
-        return len(self.admitted) + (self.long is not None)
+        return len(self.admitted) + (self.long is not None) + (self.short is not None)
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.admitted or self.long or self.prepared)
+        return bool(self.waiting or self.admitted or self.long or self.short or self.prepared)
 
     def may_admit(self, job: Job) -> bool:
         """Rows freed up go to the remaining choices of a running request first."""
@@ -95,17 +98,21 @@ class Scheduler:
             if first is not None:
                 self.admitted.remove(first)
                 self.long = Preparation([first], self.new_prefill([first]))
-        if self.long is not None and not (self._short_turn and any(map(self._is_short, self.admitted))):
+        has_short = self.short is not None or any(map(self._is_short, self.admitted))
+        if self.long is not None and not (self._short_turn and has_short):
             self._short_turn = True
             return self.long
         self._short_turn = False
-        group = self._take_group()
-        return Preparation(group, self.new_prefill(group)) if group else None
+        if self.short is None and (group := self._take_group()):
+            self.short = Preparation(group, self.new_prefill(group))
+        return self.short
 
     def done(self, preparation: Preparation) -> None:
         """A preparation has finished: its rows run now."""
         if preparation is self.long:
             self.long = None
+        if preparation is self.short:
+            self.short = None
 
     def drop_closed(self) -> None:
         """Forget requests that ended while they waited or were prepared."""
@@ -114,6 +121,8 @@ class Scheduler:
         self.prepared = deque(ready for ready in self.prepared if ready.job.open)
         if self.long is not None and not self.long.jobs[0].open:
             self.long = None
+        if self.short is not None and not any(job.open for job in self.short.jobs):
+            self.short = None
 
     def _drain(self, job: Job) -> int:
         """Prompt tokens to prefill."""

@@ -13,6 +13,7 @@ from gnomon.config import HTTPConfig, SamplingDefaults
 from gnomon.engine.api import Engine
 from gnomon.serve import errors, schema
 from gnomon.serve.auth import HostDoor, KeyDoor, OriginDoor
+from gnomon.serve.history import History
 from gnomon.serve.limits import TRACE_HEADER, RequestFrame
 from gnomon.serve.metrics import Metrics
 from gnomon.serve.preparation import PreparationPool
@@ -66,6 +67,8 @@ def create_app(
         timing=timing or Timing(),
         metrics=Metrics(engine),
         preparation=PreparationPool(http.preparation_queue),
+        chat_history=History(tokenizer),
+        text_history=History(tokenizer),
         owner=owner,
         tracer=tracer,
         endpoints=tuple(sorted(_endpoints())),

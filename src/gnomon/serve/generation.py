@@ -36,6 +36,7 @@ class Choice:
     splitter: Splitter
     held: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
     reasoning_tokens: int = 0
+    ids: list[int] = field(default_factory=list[int])
 
     def feed(self, event: Delta) -> Piece | None:
         """The piece an event makes, or None when all of it is held back.
@@ -47,6 +48,7 @@ class Choice:
         if thought or self.splitter.thinking or any(one.kind == "reasoning" for one in segments):
             self.reasoning_tokens += len(event.ids)
         self.held += event.logprobs
+        self.ids += event.ids
         return self._piece(segments, None) if segments else None
 
     def finish(self, reason: str) -> Piece:
@@ -105,8 +107,15 @@ class Generation:
         requests: Sequence[Request],
         prompt_field: str,
         splitter: Callable[[], Splitter] = PlainSplitter,
+        *,
+        remember: Callable[[Request, Sequence[int]], None] | None = None,
     ) -> None:
-        """Submits the requests. Raises APIError when the engine refuses them; `prompt_field` is what clients call the prompt."""
+        """Submits the requests. Raises APIError when the engine refuses them; `prompt_field` is what clients call the prompt.
+
+        `remember` is given the tokens of every choice when the answer has ended, on another thread.
+        """
+        self._requests = requests
+        self._remember = remember
         self._services = services
         self._endpoint = endpoint
         self._assembly = Assembly(requests, splitter)
@@ -173,4 +182,12 @@ class Generation:
         if not self._closed:
             self._closed = True
             self._stream.close()
+            if self._remember is not None:
+                self._services.preparation.later(self._remember_all)
             self._services.metrics.ended(self._endpoint, self._outcome)
+
+    def _remember_all(self) -> None:
+        requests = {request.id: request for request in self._requests}
+        for (request_id, _), choice in self._assembly.choices.items():
+            if self._remember is not None and choice.ids:
+                self._remember(requests[request_id], choice.ids)

@@ -192,13 +192,15 @@ def test_memory_that_is_needed_elsewhere_is_given_up_at_once() -> None:
 
 
 def test_buffers_go_back_to_the_system_after_large_evictions(monkeypatch: pytest.MonkeyPatch) -> None:
-    returned: list[int] = []
-    monkeypatch.setattr(mx, "clear_cache", lambda: returned.append(1))
+    returned: list[str] = []
+    monkeypatch.setattr(mx, "clear_cache", lambda: returned.append("all"))
     cache = PrefixCache(1024 * TOKEN_BYTES)
     publish(cache, numbers(0, 1024))
-    assert returned == []
-    publish(cache, numbers(5000, 512))
-    assert len(returned) == 1
+    before = len(returned)
+    publish(cache, numbers(5000, 128))
+    assert (len(returned), cache.counts.buffer_returns) == (before + 2, 1)
+    publish(cache, numbers(6000, 16))
+    assert (len(returned), cache.counts.buffer_returns) == (before + 3, 1)
 
 
 def test_states_that_can_not_be_cut_are_lent_at_their_positions_only() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import trim_prompt_cache
@@ -43,7 +45,7 @@ def test_checkpoints_are_lent_where_some_layer_cannot_be_cut(model_type: str, dt
     for end in ends:
         run(model, state, tokens[:end])
         cache.publish("", tokens, state)
-    for before, length in zip(ends, ends[1:], strict=False):
+    for before, length in pairwise(ends):
         assert cache.lend("", (*tokens[: length - 1], 2, 2)).length == before
         lent = cache.lend("", (*tokens[:length], 2, 2))
         assert lent.length == length

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from gnomon.chat.messages import ChatError
 from gnomon.chat.reasoning import Splitter
+from gnomon.chat.template import Rendered
 from gnomon.engine import api
 from gnomon.serve.body import parse, read_body, until_disconnect
 from gnomon.serve.errors import APIError, internal, invalid
@@ -39,6 +40,8 @@ class ChatJob:
     """A conversation ready for the engine."""
 
     job: Job
+    text: str
+    """The rendered conversation."""
     splitter: Callable[[], Splitter]
     logprobs: bool
 
@@ -59,16 +62,18 @@ def prepare(body: bytes, services: Services, trace_id: str) -> ChatJob:
         rendered = template.render(messages, template_tools(offered), **kwargs)
     except ChatError as error:
         raise invalid(str(error), error.param, error.code) from error
+    ids = services.chat_history.encode(rendered.text) or tuple(rendered.ids)
     name = f"chatcmpl-{uuid.uuid4().hex}"
     engine_request = api.Request(
         id=name,
-        prompt=tuple(rendered.ids),
+        prompt=ids,
         sampling=request.sampling(services.sampling, model.vocab_size, logprobs, rendered.thinking),
         max_tokens=request.cap or services.sampling.max_tokens,
         stop=stop,
         ignore_eos=bool(request.ignore_eos),
         n=request.n or 1,
         trace_id=trace_id,
+        boundary=boundary_of(rendered, ids),
     )
     job = Job(
         id=name,
@@ -79,7 +84,16 @@ def prepare(body: bytes, services: Services, trace_id: str) -> ChatJob:
         tier=tier(services, request),
         warnings=(TOOLS_WARNING,) if offered else (),
     )
-    return ChatJob(job, lambda: template.splitter(rendered.generation_prompt), logprobs is not None)
+    return ChatJob(job, rendered.text, lambda: template.splitter(rendered.generation_prompt), logprobs is not None)
+
+
+def boundary_of(rendered: Rendered, ids: Sequence[int]) -> int | None:
+    """Where in `ids`, which may be other than those rendered, the template opens the answer; None where no token begins there."""
+    if rendered.stable_tokens is None:
+        return None
+    tail = tuple(rendered.ids[rendered.stable_tokens :])
+    start = len(ids) - len(tail)
+    return start if tuple(ids[start:]) == tail else None
 
 
 @router.post("/v1/chat/completions", response_model=ChatCompletion, openapi_extra=json_body(ChatRequest))
@@ -92,7 +106,11 @@ async def create(request: Request, services: Annotated[Services, Depends(service
 async def answer(body: bytes, services: Services, trace_id: str) -> Response:
     prepared = await services.preparation.run(lambda: prepare(body, services, trace_id))
     job = prepared.job
-    generation = Generation(services, "chat", job.requests, "messages", prepared.splitter)
+
+    def remember(request: api.Request, ids: Sequence[int]) -> None:
+        services.chat_history.record(prepared.text, request.prompt, ids)
+
+    generation = Generation(services, "chat", job.requests, "messages", prepared.splitter, remember=remember)
     if job.stream:
         return EventSourceResponse(
             frames(generation, prepared, services), generation.close, services.timing.write, job.headers()

@@ -15,6 +15,7 @@ router = APIRouter()
 async def stats(services: Annotated[Services, Depends(services_of)]) -> dict[str, Any]:
     """Sections as plain JSON; those of the engine come from the engine."""
     preparation, metrics = services.preparation, services.metrics
+    histories = (services.chat_history, services.text_history)
     return {
         "server": {
             "owner": services.owner,
@@ -28,6 +29,11 @@ async def stats(services: Annotated[Services, Depends(services_of)]) -> dict[str
             "waiting": preparation.waiting,
             "limit": preparation.limit,
             "workers": preparation.workers,
+        },
+        "history": {
+            "entries": sum(map(len, histories)),
+            "characters": sum(one.num_characters for one in histories),
+            "reuses": sum(one.reuses for one in histories),
         },
         "latency": metrics.summary(),
     }

@@ -122,6 +122,8 @@ class PrefixCache:
         length = min(held, len(tokens))
         if whole_only:
             length -= length % BLOCK
+        if not length:
+            return
         tokens = tuple(tokens)
         fresh: list[mx.array] = []
         with self._pinned() as path:
@@ -139,7 +141,10 @@ class PrefixCache:
             else:
                 if not can_cut:
                     self._checkpoint(block, length, state.uncut(row), fresh)
-            mx.eval(fresh)
+            if fresh:
+                # A spare buffer may be up to twice as large as what is put into it, and would stay so as long as the cache holds it.
+                mx.clear_cache()
+                mx.eval(fresh)
         self.retention.tidy(self.num_blocks + self.num_checkpoints)
         self._give_back()
 
@@ -329,6 +334,8 @@ class PrefixCache:
         """Take an entry's size off the books."""
         if isinstance(entry, Checkpoint):
             self.num_checkpoints -= 1
+            # The order of eviction may name it for a while yet.
+            entry.layers = {}
         else:
             self.num_blocks -= 1
         self.num_bytes -= entry.num_bytes
