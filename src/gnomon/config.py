@@ -200,6 +200,20 @@ class KernelConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class TraceConfig:
+    """Phase traces of requests."""
+
+    p2r_trace: bool = option(False, "write the phases of every request to stderr as JSON lines")
+    p2r_sync: bool = option(False, "wait for the device at the end of every traced phase; slows the engine")
+    otlp_endpoint: str | None = option(
+        None,
+        "send the phases as OpenTelemetry spans to this OTLP collector (needs the extra otel)",
+        env_aliases=("OTEL_EXPORTER_OTLP_ENDPOINT",),
+        metavar="URL",
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class Origin:
     """Where a value came from; `name` is the flag, the variable or the model."""
 
@@ -224,6 +238,7 @@ class Config:
     paths: Paths = field(default_factory=Paths)
     log: LogConfig = field(default_factory=LogConfig)
     kernel: KernelConfig = field(default_factory=KernelConfig)
+    trace: TraceConfig = field(default_factory=TraceConfig)
     origins: Mapping[str, Origin] = field(default_factory=dict[str, Origin])
     notes: tuple[str, ...] = ()
 
@@ -232,7 +247,15 @@ class Config:
 
 
 Group = type[
-    ModelConfig | EngineConfig | SamplingDefaults | HTTPConfig | ClientConfig | Paths | LogConfig | KernelConfig
+    ModelConfig
+    | EngineConfig
+    | SamplingDefaults
+    | HTTPConfig
+    | ClientConfig
+    | Paths
+    | LogConfig
+    | KernelConfig
+    | TraceConfig
 ]
 GROUPS: Mapping[str, Group] = {
     "model": ModelConfig,
@@ -243,10 +266,11 @@ GROUPS: Mapping[str, Group] = {
     "paths": Paths,
     "log": LogConfig,
     "kernel": KernelConfig,
+    "trace": TraceConfig,
 }
 COMMON = (Paths, LogConfig)
 """Groups whose flags every verb takes."""
-SERVE = (ModelConfig, EngineConfig, SamplingDefaults, HTTPConfig, KernelConfig, *COMMON)
+SERVE = (ModelConfig, EngineConfig, SamplingDefaults, HTTPConfig, KernelConfig, TraceConfig, *COMMON)
 
 
 def settings(groups: Iterable[Group] | None = None) -> Iterator[Setting]:
