@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import pytest
-import tiny
 from mlx import nn
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import make_prompt_cache
 
+import tiny_models
 from gnomon.chat.tokenizer import Tokenizer
 from gnomon.config import EngineConfig
 from gnomon.engine import admission
@@ -24,56 +25,53 @@ from gnomon.engine.engine import Engine
 from gnomon.engine.heart import Heart
 from gnomon.engine.mailbox import Cancel, Mailbox, Submit
 from gnomon.engine.row import Job, ProposerFactory
-from gnomon.models.load import Binding, LoadedModel
+from gnomon.models.bindings import bind
+from gnomon.models.load import LoadedModel
 
-EOS = 1
-_DECODER = {"type": "ByteLevel"}
-
-
-class _Bytes:
-    """Ids 32 to 126 are the ASCII characters; the others are spelled <id>. There is no merging: text and ids map one to one."""
-
-    def encode(self, text: str, special: bool) -> list[int]:
-        return [ord(c) for c in text]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return "".join(self.piece(i) or "" for i in ids)
-
-    def piece(self, token: int) -> str | None:
-        return chr(token) if 33 <= token <= 126 else "\u0120" if token == 32 else f"<{token}>"
-
-    def token_id(self, piece: str) -> int | None:
-        return ord(piece) if len(piece) == 1 else EOS if piece == "<eos>" else None
-
-    def added(self) -> Mapping[int, tuple[str, bool]]:
-        return {EOS: ("<eos>", True)}
-
-    def size(self) -> int:
-        return tiny.VOCAB
-
-    def decoder(self) -> Mapping[str, Any]:
-        return _DECODER
+EOS_ID = tiny_models.EOS_ID
+VOCAB_SIZE = tiny_models.VOCAB_SIZE
+CONTEXT = 2048
+SMALLER: Mapping[str, Mapping[str, Any]] = {
+    "llama": {"num_hidden_layers": 2},
+    "qwen3": {"num_hidden_layers": 2},
+    "qwen3_5": {"full_attention_interval": 2},
+    "gemma3": {"sliding_window_pattern": 2},
+    "qwen3_moe": {"num_hidden_layers": 2},
+    "deepseek_v3": {"num_hidden_layers": 2},
+    "gpt_oss": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+    "mamba2": {"num_hidden_layers": 2},
+}
+"""Fewer layers than `tiny_models` has, but still every kind of them: engine tests take thousands of steps."""
 
 
+@cache
+def tiny_model(model_type: str, dtype: str = "float32") -> nn.Module:
+    return tiny_models.make(model_type, dtype, **SMALLER.get(model_type, {}))
+
+
+@cache
 def tiny_tokenizer() -> Tokenizer:
-    """A tokenizer for tiny models: a character per id."""
-    return Tokenizer(_Bytes(), {"eos_token": "<eos>"})
+    with tempfile.TemporaryDirectory() as directory:
+        tiny_models.tokenizer().save(f"{directory}/tokenizer.json")
+        settings = {"eos_token": tiny_models.EOS, "chat_template": tiny_models.CHAT_TEMPLATE}
+        Path(directory, "tokenizer_config.json").write_text(json.dumps(settings))
+        return Tokenizer.load(directory)
 
 
-def tiny_loaded(model_type: str = "llama", dtype: mx.Dtype = mx.float32, model: nn.Module | None = None) -> LoadedModel:
-    """What loading a tiny model gives."""
-    built = model or tiny.model(model_type, dtype)
+def tiny_loaded(model_type: str = "llama", dtype: str = "float32", model: nn.Module | None = None) -> LoadedModel:
+    """What loading a tiny model gives; the default one is shared by all tests of a process."""
+    built = model or tiny_model(model_type, dtype)
     return LoadedModel(
         model=built,
-        config=tiny.config(model_type),
-        path=Path("/nowhere/tiny"),
+        config=tiny_models.config(model_type),
+        path=Path("tiny"),
         model_type=model_type,
-        context_length=tiny.CONTEXT,
-        vocab_size=tiny.VOCAB,
-        eos_token_ids=(EOS,),
+        context_length=CONTEXT,
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=(EOS_ID,),
         weight_bytes=sum(value.nbytes for _, value in tree_flatten(built.parameters())),
         generation_config={},
-        binding=Binding(True, None, True, lambda: make_prompt_cache(built)),
+        binding=bind(built),
     )
 
 
@@ -125,7 +123,7 @@ class Rig:
         self.loaded = loaded
 
     def submit(self, request: Request, seed: int = 0) -> Job:
-        model = ModelInfo("tiny", "", "tiny", self.loaded.context_length, self.loaded.vocab_size, (EOS,), 0, 0)
+        model = ModelInfo("tiny", "", "tiny", self.loaded.context_length, self.loaded.vocab_size, (EOS_ID,), 0, 0)
         events = self.events[request.id] = []
         limit = admission.token_limit(request, model, None)
         sampling = request.sampling

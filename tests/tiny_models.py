@@ -216,8 +216,8 @@ def tokenizer() -> Tokenizer:
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     text = [
-        "the cat sat on the mat and the dog ran after the cat",
-        "there is nothing in here that is not there already",
+        "the cat sat on the mat and the dog ran after the cat around the old house by the river",
+        "there is nothing in here that is not there already, said the captain to his sailors",
     ] * 8
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,

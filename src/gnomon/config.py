@@ -496,8 +496,11 @@ def _unknown_variables(environ: Mapping[str, str]) -> Iterator[str]:
     known = {n for s in settings() for n in (s.env, *s.option.env_aliases)}
     for name in sorted(environ):
         if name.startswith("GNOMON_") and name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            yield f"{name} is no variable of Gnomon and has no effect" + (f"; did you mean {near[0]}?" if near else "")
+            # Compared without the shared prefix, which would make any two names alike.
+            near = difflib.get_close_matches(name[7:], [k[7:] for k in known], 1)
+            yield f"{name} is no variable of Gnomon and has no effect" + (
+                f"; did you mean GNOMON_{near[0]}?" if near else ""
+            )
 
 
 def with_model_defaults(config: Config, generation_config: Mapping[str, Any], model: str) -> Config:

@@ -1,6 +1,6 @@
 """Phase traces of requests: who reports spans, and what a sink gets. Standard library only, so that every room may import it.
 
-The engine and the server report intervals of `time.perf_counter` against a request id; the tracer adds them up per phase and works out
+The engine and the server report intervals of `time.monotonic` against a request id; the tracer adds them up per phase and works out
 what no phase explains. Spans that several requests share (a batched step) carry the same `work_id`: their times must never be added
 across requests.
 """
@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Literal, Protocol
 
 log = logging.getLogger(__name__)
@@ -22,14 +21,13 @@ Value = str | int | float | bool
 TOKEN_PHASES: frozenset[str] = frozenset({"step", "delivery"})
 """Phases that recur for every token: only their first spans go out one by one."""
 TOKEN_SPANS = 8
-ORIGIN = time.perf_counter()
+ORIGIN = time.monotonic()
 """The instant that process-relative times count from."""
-_NOTHING: Mapping[str, Value] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One interval of a request's life, in seconds of `time.perf_counter`. `work_id` names work shared with other requests."""
+    """One interval of a request's life, in seconds of `time.monotonic`. `work_id` names work shared with other requests."""
 
     request_id: str
     trace_id: str
@@ -37,7 +35,7 @@ class Span:
     start: float
     end: float
     work_id: int | None = None
-    attributes: Mapping[str, Value] = _NOTHING
+    attributes: Mapping[str, Value] = field(default_factory=dict[str, Value])
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +58,7 @@ class RequestTrace:
     phases: Mapping[str, PhaseTotal]
     unexplained: float
     spans: tuple[Span, ...]
-    attributes: Mapping[str, Value] = _NOTHING
+    attributes: Mapping[str, Value] = field(default_factory=dict[str, Value])
 
 
 class TraceSink(Protocol):
@@ -96,7 +94,7 @@ class Tracer:
         """Open a request. `trace_id` defaults to the request id. A second `begin` of an open request is ignored."""
         if not self.enabled:
             return
-        start = time.perf_counter() if at is None else at
+        start = time.monotonic() if at is None else at
         with self._lock:
             self._open.setdefault(request_id, _Open(trace_id or request_id, start))
 
@@ -113,7 +111,7 @@ class Tracer:
         """Report one interval. Unknown or finished requests are ignored, so that late deliveries do no harm."""
         if not self.enabled:
             return
-        stop = time.perf_counter() if end is None else end
+        stop = time.monotonic() if end is None else end
         with self._lock:
             request = self._open.get(request_id)
             if request is None:
@@ -128,7 +126,7 @@ class Tracer:
         """Close a request and emit it. Ending a request twice, or one never begun, does nothing."""
         if not self.enabled:
             return
-        stop = time.perf_counter() if at is None else at
+        stop = time.monotonic() if at is None else at
         with self._lock:
             request = self._open.pop(request_id, None)
         if request is None:

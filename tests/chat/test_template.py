@@ -376,3 +376,25 @@ def test_the_starter_from_its_directory(starter_path):
         rendered = template.render(messages)
         assert (rendered.text, rendered.ids) == oracle(read, messages)
         assert rendered.stable_tokens == len(oracle(read, messages, add_generation_prompt=False)[1])
+
+
+@pytest.mark.parametrize(
+    ("asks", "expected"),
+    [
+        # As transformers has it: a missing field.
+        ("{% if message.content is defined %}{{ message.content }}{% endif %}", ""),
+        # Templates of makers whose API sends null.
+        ("{% if message['content'] is none %}[null]{% else %}{{ '[' + message['content'] + ']' }}{% endif %}", "[]"),
+        (
+            "{% if message['content'] is none %}[null]{% else %}{{ '[' + message['content'][0] + ']' }}{% endif %}",
+            "[null]",
+        ),
+        # Templates that take a string for granted.
+        ("{{ message.content + '' }}", ""),
+    ],
+)
+def test_a_call_without_content(asks, expected):
+    write = "{% for call in message.tool_calls or [] %}{{ call.function.arguments | tojson }}{% endfor %}"
+    made = Adapter(build("{% for message in messages %}" + asks + write + "{% endfor %}"))
+    messages = [HELLO[0], {"role": "assistant", "content": None, "tool_calls": CALLS[1]["tool_calls"]}]
+    assert ChatTemplate(made).render(messages).text.endswith(expected + '{"city": "Pâris", "n": 1}')

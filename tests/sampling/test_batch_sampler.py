@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gnomon.engine.api import HLG, SamplingParams
-from gnomon.engine.sampling import BatchSampler, RowSampling
+from gnomon.engine.api import HLG, InvalidRequest, SamplingParams
+from gnomon.engine.sampling import BatchSampler, RowSampling, check
 
 VOCAB = 97
 
@@ -78,10 +78,10 @@ def test_ties_go_to_the_lowest_id() -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(rows(), min_size=1, max_size=5), st.data())
-def test_a_batch_draws_what_its_rows_draw_alone(batch: list[RowSampling], data: st.DataObject) -> None:
+@given(st.lists(rows(), min_size=1, max_size=5), st.sampled_from([mx.float32, mx.bfloat16]), st.data())
+def test_a_batch_draws_what_its_rows_draw_alone(batch: list[RowSampling], dtype: mx.Dtype, data: st.DataObject) -> None:
     steps = 6
-    logits = [logits_for(i, steps) for i in range(len(batch))]
+    logits = [logits_for(i, steps, dtype) for i in range(len(batch))]
     expected = [alone(row, x) for row, x in zip(batch, logits, strict=True)]
     waiting, got = list(range(len(batch))), [[] for _ in batch]
     sampler, here = BatchSampler(), []
@@ -107,3 +107,137 @@ def test_a_batch_draws_what_its_rows_draw_alone(batch: list[RowSampling], data: 
         sampler.keep(staying)
         here = [here[b] for b in staying]
     assert got == expected
+
+
+def everything() -> SamplingParams:
+    return SamplingParams(
+        temperature=0.8,
+        top_p=0.9,
+        top_k=20,
+        min_p=0.01,
+        xtc_probability=1.0,
+        xtc_threshold=0.05,
+        logit_bias=((3, 1.0),),
+        repetition_penalty=1.2,
+        presence_penalty=0.1,
+        frequency_penalty=0.1,
+        logprobs=3,
+    )
+
+
+def test_a_draw_changes_neither_the_logits_nor_the_sampler() -> None:
+    rows = [RowSampling(everything(), seed=1, history=[1, 2, 3]), RowSampling(SamplingParams(), seed=2)]
+    sampler = BatchSampler(rows)
+    logits = mx.stack([logits_for(1, 1), logits_for(2, 1)])
+    before = np.array(logits)
+    first = sampler.draw(logits).tokens.tolist()
+    np.testing.assert_array_equal(np.array(logits), before)
+    assert sampler.draw(logits).tokens.tolist() == first
+    assert sampler.steps == [0, 0]
+
+
+def test_rows_without_a_stage_keep_their_bits_beside_rows_with_it() -> None:
+    plain = RowSampling(SamplingParams(logprobs=VOCAB), seed=1)
+    logits = logits_for(5, 1)[None]
+    lone = BatchSampler([plain]).draw(logits).logprobs
+    beside = BatchSampler([RowSampling(everything(), seed=1, history=[4, 5]), plain]).draw(
+        mx.concatenate([logits_for(6, 1)[None], logits])
+    )
+    assert lone is not None
+    assert beside.logprobs is not None
+    assert beside.logprobs.score(1) == lone.score(0)
+
+
+def test_logprobs_are_the_likeliest_tokens_in_order_and_only_for_who_asked() -> None:
+    asks = [None, 0, 2, 5]
+    sampler = BatchSampler([RowSampling(SamplingParams(logprobs=k), seed=0) for k in asks])
+    logits = mx.stack([logits_for(i, 1) for i in range(4)])
+    logits[3, 0, :10] = logits[3, 0, 0] + 20.0
+    drawn = sampler.draw(logits)
+    assert drawn.logprobs is not None
+    assert drawn.logprobs.score(0) is None
+    x = np.array(logits)[:, 0].astype(np.float64)
+    exact = x - np.log(np.exp(x).sum(axis=-1, keepdims=True))
+    for row in (1, 2, 3):
+        score = drawn.logprobs.score(row)
+        assert score is not None
+        assert score.logprob == pytest.approx(exact[row].max(), abs=1e-5)
+        best = sorted(range(VOCAB), key=lambda i, row=row: (-exact[row, i], i))[: asks[row]]
+        if row < 3:
+            assert [i for i, _ in score.top] == best
+        assert [value for _, value in score.top] == pytest.approx(exact[row, best].tolist(), abs=1e-5)
+    # Ten tokens tie for row 3's five places: which of them come is argpartition's choice, their order is not.
+    ids = [i for i, _ in drawn.logprobs.score(3).top]
+    assert ids == sorted(ids)
+
+
+def test_penalties_see_tokens_not_yet_read_back_and_nothing_beyond_the_accepted() -> None:
+    """A strong presence penalty walks greedily through the tokens in order, whatever windows deliver them."""
+    params = SamplingParams(presence_penalty=100.0, presence_context_size=0)
+    sampler = BatchSampler([RowSampling(params, seed=0, history=[0])])
+    logits = mx.arange(10, 0, -1).astype(mx.float32)[None, None]
+    drawn = sampler.draw(logits)
+    assert drawn.tokens.item() == 1
+    sampler.commit(drawn.tokens, [1])
+    # Proposals 2 and 7: the second is wrong, so position 2 looks back on a token that is never accepted.
+    window = sampler.draw(mx.broadcast_to(logits, (1, 3, 10)), mx.array([[2, 7]]))
+    assert window.tokens.tolist() == [[2, 3, 3]]
+    sampler.commit(window.tokens, [2])
+    assert sampler.draw(logits).tokens.item() == 4
+    assert sampler.steps == [3]
+
+
+def test_a_row_can_leave_and_come_back_at_its_step() -> None:
+    row = RowSampling(everything(), seed=5, history=[1, 2, 3])
+    logits = logits_for(9, 8)
+    whole = [token for token, _ in alone(row, logits)]
+    back = RowSampling(everything(), seed=5, step=4, history=[1, 2, 3, *whole[:4]])
+    assert [token for token, _ in alone(back, logits[4:])] == whole[4:]
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    sampler = BatchSampler([RowSampling(SamplingParams(), seed=0)])
+    with pytest.raises(ValueError, match="2 rows"):
+        sampler.draw(mx.zeros((2, 1, VOCAB)))
+    with pytest.raises(ValueError, match="2 drafts"):
+        sampler.draw(mx.zeros((1, 3, VOCAB)), mx.zeros((1, 1), mx.int32))
+    with pytest.raises(ValueError, match="2 drafts"):
+        sampler.draw(mx.zeros((1, 3, VOCAB)))
+
+
+@pytest.mark.parametrize(
+    ("params", "field", "limit"),
+    [
+        (SamplingParams(logit_bias=((VOCAB, 1.0),)), "logit_bias", "0 to 96"),
+        (SamplingParams(logit_bias=((-1, 1.0),)), "logit_bias", "0 to 96"),
+        (SamplingParams(logit_bias=((1, float("inf")),)), "logit_bias", "finite"),
+        (SamplingParams(repetition_penalty=-0.5), "repetition_penalty", "at least 0"),
+        (SamplingParams(temperature=float("inf")), "temperature", "finite"),
+        (SamplingParams(frequency_context_size=-1), "frequency_context_size", "at least 0"),
+        (SamplingParams(top_k=-1), "top_k", "at least 0"),
+    ],
+)
+def test_values_it_cannot_honour_are_refused_by_name(params: SamplingParams, field: str, limit: str) -> None:
+    with pytest.raises(InvalidRequest, match=limit) as error:
+        check(params, VOCAB)
+    assert error.value.param == field
+    assert field in str(error.value)
+
+
+def test_odd_history_ids_are_harmless() -> None:
+    """Placeholders of media may lie outside the logits."""
+    params = SamplingParams(presence_penalty=1.0, frequency_penalty=1.0, repetition_penalty=2.0)
+    logits = logits_for(3, 1)[None]
+    odd = BatchSampler([RowSampling(params, seed=0, history=[5, VOCAB + 3, -200, 6])]).draw(logits)
+    plain = BatchSampler([RowSampling(params, seed=0, history=[5, 6])]).draw(logits)
+    assert odd.tokens.item() == plain.tokens.item()
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])
+@pytest.mark.parametrize("temperature", [1e-4, 1e-30, 5e-324])
+def test_a_tiny_temperature_is_as_good_as_greedy(dtype: mx.Dtype, temperature: float) -> None:
+    logits = mx.zeros((1, 1, 50_000), dtype=dtype)
+    logits[0, 0, 777] = 0.5
+    assert (
+        BatchSampler([RowSampling(SamplingParams(temperature=temperature), seed=0)]).draw(logits).tokens.item() == 777
+    )

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as TokenizersTokenizer
-from tokenizers_for_tests import BUILDERS, CORPUS, byte_level, save, sentencepiece, wordpiece
+from tokenizers_for_tests import BUILDERS, CORPUS, as_loaded, byte_level, save, sentencepiece, wordpiece
 
 from gnomon.chat.tokenizer import Tokenizer, TokenizerError
 
@@ -79,6 +78,7 @@ def test_tokens_declared_only_in_the_settings_are_added(tmp_path: Path) -> None:
         tokenizer,
         tmp_path,
         pad_token="<pad>",
+        additional_special_tokens=["<|extra|>", {"__type": "AddedToken", "content": "<|other|>", "special": True}],
         added_tokens_decoder={
             str(at): {
                 "content": "<|late|>",
@@ -91,7 +91,7 @@ def test_tokens_declared_only_in_the_settings_are_added(tmp_path: Path) -> None:
         },
     )
     ours, theirs = Tokenizer.load(path), reference(path)
-    for text in ("a<|late|>b", "a<pad>b"):
+    for text in ("a<|late|>b", "a<pad>b", "a<|extra|>b<|other|>"):
         assert ours.encode(text) == theirs.encode(text, add_special_tokens=False)
     assert ours.token_id("<|late|>") == at
     assert ours.token_id("<pad>") in ours.hidden_ids
@@ -99,8 +99,7 @@ def test_tokens_declared_only_in_the_settings_are_added(tmp_path: Path) -> None:
 
 def loaded(name: str, **settings: object) -> tuple[Tokenizer, TokenizersTokenizer]:
     built = BUILDERS[name]()
-    with tempfile.TemporaryDirectory() as directory:
-        return Tokenizer.load(save(built, Path(directory), **settings)), built
+    return as_loaded(built, **settings), built
 
 
 @pytest.mark.parametrize("name", ["byte_level", "unigram"])

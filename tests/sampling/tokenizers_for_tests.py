@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from gnomon.chat.tokenizer import Tokenizer as OurTokenizer
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. It doesn't matter, does it?",
@@ -92,3 +95,9 @@ def save(tokenizer: Tokenizer, path: Path, **settings: object) -> Path:
     content = {"tokenizer_class": "PreTrainedTokenizerFast", **names, **settings}
     (path / "tokenizer_config.json").write_text(json.dumps(content))
     return path
+
+
+def as_loaded(tokenizer: Tokenizer, **settings: object) -> OurTokenizer:
+    """What our loader makes of it."""
+    with tempfile.TemporaryDirectory() as directory:
+        return OurTokenizer.load(save(tokenizer, Path(directory), **settings))

@@ -8,6 +8,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Iterable
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -142,6 +143,7 @@ def processor() -> str:
     return platform.processor() or platform.machine()
 
 
+@cache
 def machine() -> str:
     """A fingerprint that is equal for runs on the same machine: host, processor, cores and memory, hashed."""
     parts = (platform.node(), processor(), os.cpu_count(), psutil.virtual_memory().total)

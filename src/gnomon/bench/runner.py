@@ -49,12 +49,9 @@ def wrong_work(workload: Workload, measured: Measurement) -> str | None:
     cell, work = workload.cell, measured.work
     if cell.task == "command":
         return None
-    ordered = {
-        "prompt_tokens": cell.prompt_tokens * cell.rows,
-        "output_tokens": cell.total_output,
-        "concurrency": cell.rows,
-        "depth": cell.depth,
-    }
+    ordered = {"output_tokens": cell.total_output, "concurrency": cell.rows, "depth": cell.depth}
+    if cell.prompt_tokens:
+        ordered["prompt_tokens"] = cell.prompt_tokens * cell.rows
     for name, wanted in ordered.items():
         if getattr(work, name) != wanted:
             return f"{name} is {getattr(work, name)}, ordered were {wanted}"

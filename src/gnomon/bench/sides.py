@@ -7,8 +7,6 @@ import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from importlib import import_module
-from itertools import pairwise
 from pathlib import Path
 from queue import SimpleQueue
 from statistics import median
@@ -17,13 +15,22 @@ from typing import Any, Protocol
 import mlx.core as mx
 from pydantic import JsonValue
 
-from gnomon.bench.provenance import machine, sha256_ids
+from gnomon.bench.provenance import machine, sha256_ids, sha256_text
 from gnomon.bench.schema import Work
-from gnomon.bench.synthetic import fill
+from gnomon.bench.synthetic import fill, probed
 from gnomon.bench.workload import ArmFailed, Measurement, Unsupported, Workload
+from gnomon.chat.tokenizer import Tokenizer
+from gnomon.config import EngineConfig
+from gnomon.engine.api import Delta, Event, Failed, Finished, Request, Sink
+from gnomon.engine.engine import Engine
+from gnomon.models.load import LoadedModel, load
+from gnomon.state.batch_state import BatchState
 
 REFERENCE_SETTINGS = ("prefill_step_size", "max_kv_size", "kv_bits", "kv_group_size", "quantized_kv_start")
 """Settings of mlx-lm's generation that the reference side takes."""
+
+
+LOAD_TIMEOUT = 600.0
 
 
 class Side(Protocol):
@@ -38,37 +45,24 @@ class Side(Protocol):
 
 @dataclass(slots=True)
 class RowTimes:
-    """When one request's output came: seconds of `perf_counter` and the tokens that came then. The first entry may hold several."""
+    """When one request's tokens came: `first` and `last` in seconds of `perf_counter`, and the tokens in order."""
 
-    arrivals: list[tuple[float, int]] = field(default_factory=list[tuple[float, int]])
     ids: list[int] = field(default_factory=list[int])
+    first: float = 0.0
+    last: float = 0.0
 
     def add(self, ids: Iterable[int]) -> None:
         """Note tokens that have just arrived."""
         new = list(ids)
         if new:
-            self.arrivals.append((time.perf_counter(), len(new)))
+            self.last = time.perf_counter()
+            self.first = self.first or self.last
             self.ids += new
 
     @property
-    def first(self) -> float:
-        return self.arrivals[0][0]
-
-    @property
-    def last(self) -> float:
-        return self.arrivals[-1][0]
-
-    @property
     def decode_rate(self) -> float | None:
-        """Tokens per second after the first arrival; None if everything came at once."""
-        later = len(self.ids) - self.arrivals[0][1]
-        return later / (self.last - self.first) if later > 0 and self.last > self.first else None
-
-    @property
-    def longest_gap(self) -> float:
-        """Longest time in seconds between two arrivals."""
-        stamps = [stamp for stamp, _ in self.arrivals]
-        return max((b - a for a, b in pairwise(stamps)), default=0.0)
+        """Tokens per second after the first; None if there are no two of them."""
+        return (len(self.ids) - 1) / (self.last - self.first) if len(self.ids) > 1 and self.last > self.first else None
 
 
 def settled() -> int:
@@ -95,7 +89,6 @@ def summarise(
         rate = rows[0].decode_rate
         if rate is not None:
             metrics["decode_tokens_per_second"] = rate
-            metrics["longest_gap_seconds"] = rows[0].longest_gap
     else:
         metrics["first_output_median_seconds"] = median(firsts)
         metrics["first_output_max_seconds"] = max(firsts)
@@ -169,6 +162,8 @@ class ReferenceSide:
 
     def measure(self, workload: Workload) -> Measurement:
         cell = workload.cell
+        if cell.task == "stream":
+            return self._stream(workload)
         prompts = [workload.ids(self._vocabulary(), row, self._eos) for row in range(cell.rows)]
         before = settled()
         mx.reset_peak_memory()
@@ -183,7 +178,9 @@ class ReferenceSide:
         from mlx_lm.models.cache import make_prompt_cache
 
         cache = make_prompt_cache(self._model, self._settings.get("max_kv_size"))
-        fill(cache, self._model, make_prompt_cache(self._model), workload.cell.depth, workload.seed)
+        if workload.cell.depth:
+            probe = probed(self._model, make_prompt_cache(self._model))
+            fill(cache, probe, workload.cell.depth, workload.seed)
         settled()
         mx.reset_peak_memory()
         options = {name: value for name, value in self._settings.items() if name != "max_kv_size"}
@@ -199,6 +196,37 @@ class ReferenceSide:
         for response in steps:
             row.add([response.token])
         return begun
+
+    def _stream(self, workload: Workload) -> Measurement:
+        """A text prompt through `stream_generate`, as a server would get it: end-of-sequence tokens count."""
+        if workload.cell.rows != 1:
+            raise Unsupported("stream_generate takes one request")
+        text = workload.text()
+        row, tokens, begun = RowTimes(), 0, 0.0
+        self._tokenizer.eos_token_ids = self._eos
+        try:
+            begun = time.perf_counter()
+            steps = self._lm.stream_generate(
+                self._model, self._tokenizer, text, max_tokens=workload.cell.output_tokens, **self._settings
+            )
+            for response in steps:
+                row.add([response.token])
+                tokens = response.prompt_tokens
+        finally:
+            self._tokenizer.eos_token_ids = []
+        metrics = {"first_output_seconds": row.first - begun, "total_seconds": row.last - begun}
+        if row.decode_rate is not None:
+            metrics["decode_tokens_per_second"] = row.decode_rate
+        settled()
+        work = Work(
+            task="stream",
+            model=self._sha,
+            prompt=sha256_text(text),
+            prompt_tokens=tokens,
+            output_tokens=len(row.ids),
+            machine=machine(),
+        )
+        return Measurement(metrics, work, {"text_sha256": sha256_text(self._tokenizer.decode(row.ids))})
 
     def _batch(self, workload: Workload, prompts: Sequence[Sequence[int]], rows: Sequence[RowTimes]) -> float:
         from mlx_lm.generate import BatchGenerator
@@ -228,22 +256,22 @@ class GnomonSide:
     """Gnomon's engine, driven through its public door. Settings are the fields of `EngineConfig`."""
 
     def __init__(self, path: Path, settings: Mapping[str, Any], model_sha256: str | None) -> None:
-        from gnomon.config import EngineConfig
-
         known = [f.name for f in fields(EngineConfig)]
         unknown = sorted(set(settings) - set(known))
         if unknown:
             raise ValueError(f"unknown Gnomon setting {unknown[0]!r}; known: {', '.join(known)}")
         config = replace(EngineConfig(), **settings)
-        self._engine: Any = import_module("gnomon.engine.engine").load(path, config)
+        tokenizer = Tokenizer.load(path)
+        self._depth, self._seed = 0, 0
+        self._engine = Engine(lambda: self._load(path), tokenizer, config, prime=self._prime)
+        self._engine.wait(LOAD_TIMEOUT)
         self._path = path
         self._sha = model_sha256
         self.effective: dict[str, JsonValue] = dict(asdict(config))
 
     def measure(self, workload: Workload) -> Measurement:
         cell = workload.cell
-        if cell.depth:
-            raise Unsupported("the engine takes no synthetic state")
+        self._depth, self._seed = cell.depth, workload.seed
         eos = self._engine.model.eos_token_ids
         prompts = [workload.ids(vocabulary(self._path), row, eos) for row in range(cell.rows)]
         self._rest()
@@ -255,15 +283,16 @@ class GnomonSide:
         return _measurement(workload, self._sha, prompts, rows, begun, before)
 
     def _run(self, workload: Workload, prompts: Sequence[Sequence[int]], rows: Sequence[RowTimes]) -> float:
-        from gnomon.engine.api import Delta, Failed, Finished, Request
-
         ended: SimpleQueue[str | None] = SimpleQueue()
 
-        def sink(row: RowTimes) -> Callable[[Any], None]:
-            def take(event: Any) -> None:
+        def sink(row: RowTimes) -> Sink:
+            def take(event: Event) -> None:
                 if isinstance(event, Delta):
                     row.add(event.ids)
                 elif isinstance(event, Finished):
+                    # Text may be held back where a token ends inside a character; the engine knows when its first token was there.
+                    row.last = time.perf_counter()
+                    row.first = row.last - event.usage.decode_seconds
                     ended.put(None)
                 elif isinstance(event, Failed):
                     ended.put(event.message)
@@ -284,6 +313,17 @@ class GnomonSide:
             if error is not None:
                 raise ArmFailed(error)
         return begun
+
+    def _load(self, path: Path) -> LoadedModel:
+        # On the engine thread, as is _prime.
+        self._loaded = load(path)
+        return self._loaded
+
+    def _prime(self, state: BatchState) -> None:
+        if self._depth:
+            loaded = self._loaded
+            probe = probed(loaded.model, loaded.binding.make_caches())
+            fill(state.caches, probe, self._depth, self._seed, state.begin, state.commit)
 
     def _rest(self) -> None:
         """Wait until the engine has said goodbye to every request and let its buffers go."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from statistics import fmean, stdev
 from typing import Literal
 
@@ -20,6 +21,7 @@ MIN_BLOCKS = 5
 CONFIDENCE = 0.95
 THRESHOLD = 0.03
 """A difference counts only above this share: 3 %."""
+MAX_BLOCKS = 1000
 METHOD = "student-t of paired log-ratios"
 
 
@@ -81,6 +83,7 @@ def t_probability(t: float, df: float) -> float:
     return 1.0 - tail if t > 0 else tail
 
 
+@lru_cache(maxsize=4096)
 def t_quantile(p: float, df: float) -> float:
     """The t with P(T <= t) = p, by bisection to about 1e-12. Raises `ValueError` unless 0 < p < 1 and df > 0."""
     if not 0.0 < p < 1.0 or df <= 0:
@@ -114,15 +117,24 @@ def percent(log_ratio: float) -> str:
 
 
 def blocks_needed(found: Interval, effect: float | None = None) -> int:
-    """Blocks at which an interval of the same spread would have a half width below `effect` (a log-ratio; default: the estimate's size)."""
+    """Blocks at which an interval of the same spread has a half width below `effect`, at most a thousand.
+
+    `effect` is a log-ratio; it defaults to the estimate's size.
+    """
     target = abs(found.estimate) if effect is None else effect
     spread = found.half_width * math.sqrt(found.blocks) / t_quantile(0.5 + found.confidence / 2, found.blocks - 1)
-    if target <= 0:
-        return 1000
-    n = MIN_BLOCKS
-    while n < 1000 and t_quantile(0.5 + found.confidence / 2, n - 1) * spread / math.sqrt(n) >= target:
-        n += 1
-    return n
+    low, high = MIN_BLOCKS, MAX_BLOCKS
+    while low < high:
+        n = (low + high) // 2
+        if t_quantile(0.5 + found.confidence / 2, n - 1) * spread / math.sqrt(n) < target:
+            high = n
+        else:
+            low = n + 1
+    return low
+
+
+def _more(blocks: int) -> str:
+    return f"about {blocks} blocks at this spread" if blocks < MAX_BLOCKS else "a quieter machine or a longer workload"
 
 
 def decide(log_ratios: Sequence[float], candidate_failures: int = 0) -> Verdict:
@@ -148,8 +160,7 @@ def decide(log_ratios: Sequence[float], candidate_failures: int = 0) -> Verdict:
             return Verdict("inconclusive", f"{text}, but the candidate failed {candidate_failures} times", fix)
         return Verdict("repeatable win", text)
     if large:
-        more = blocks_needed(found)
-        step = f"about {more} blocks at this spread" if more < 1000 else "a quieter machine or a longer workload"
+        step = _more(blocks_needed(found))
         return Verdict("inconclusive", f"{text}: the interval includes no difference", step)
     if found.lower > 0 or found.upper < 0:
         return Verdict(
@@ -159,6 +170,5 @@ def decide(log_ratios: Sequence[float], candidate_failures: int = 0) -> Verdict:
         )
     if max(abs(found.lower), abs(found.upper)) <= math.log1p(THRESHOLD):
         return Verdict("inconclusive", f"{text}: any difference is within {THRESHOLD:.0%}", "none: keep the incumbent")
-    more = blocks_needed(found, math.log1p(THRESHOLD))
-    step = f"about {more} blocks at this spread" if more < 1000 else "a quieter machine or a longer workload"
+    step = _more(blocks_needed(found, math.log1p(THRESHOLD)))
     return Verdict("inconclusive", f"{text}: the interval includes no difference", step)

@@ -25,28 +25,42 @@ def _noise(like: mx.array, length: int, key: mx.array) -> mx.array:
     return (mx.random.normal(shape, key=key) * 0.1).astype(like.dtype)
 
 
-def fill(caches: Sequence[Any], model: Callable[..., mx.array], probe: Sequence[Any], depth: int, seed: int) -> None:
-    """Put `depth` made-up tokens into `caches` (mlx-lm's protocol, one row). `probe` are fresh caches of the same kinds, used up here.
+def fill(
+    caches: Sequence[Any],
+    probe: Sequence[Any],
+    depth: int,
+    seed: int,
+    begin: Callable[[int], object] | None = None,
+    commit: Callable[[], object] | None = None,
+) -> None:
+    """Put `depth` made-up tokens into `caches` (mlx-lm's protocol, one row).
 
-    A token through `probe` tells shapes and dtypes. Attention caches get noise through their own `update_and_fetch`, in chunks, so that
-    windows wrap as they would; recurrent ones get noise of their state's shape. Raises `ValueError` for a cache that shows neither.
+    `probe` are caches of the same kinds through which a token went: they tell shapes and dtypes. Attention caches get noise through their
+    own `update_and_fetch`, in chunks, so that windows wrap as they would; recurrent ones get noise of their state's shape. `begin(width)`
+    and `commit()` enclose each chunk where the caches want that. Raises `ValueError` for a cache that shows neither.
     """
-    if depth < 1:
-        return
-    mx.eval(model(mx.array([[0]]), cache=probe))
-    for number, (cache, sample) in enumerate(zip(_leaves(caches), _leaves(probe), strict=True)):
-        key = mx.random.key((seed << 16) + number)
-        keys, values = getattr(sample, "keys", None), getattr(sample, "values", None)
-        if isinstance(keys, mx.array) and isinstance(values, mx.array):
-            for start in range(0, depth, FILL_CHUNK):
-                length = min(FILL_CHUNK, depth - start)
-                first, second = mx.random.split(mx.random.split(key, start // FILL_CHUNK + 1)[-1])
+    for start in range(0, depth, FILL_CHUNK):
+        length = min(FILL_CHUNK, depth - start)
+        if begin is not None:
+            begin(length)
+        for number, (cache, sample) in enumerate(zip(_leaves(caches), _leaves(probe), strict=True)):
+            first, second = mx.random.split(mx.random.key((seed * 1009 + number) * 4099 + start))
+            keys, values = getattr(sample, "keys", None), getattr(sample, "values", None)
+            if isinstance(keys, mx.array) and isinstance(values, mx.array):
                 mx.eval(cache.update_and_fetch(_noise(keys, length, first), _noise(values, length, second)))
-        elif isinstance(getattr(sample, "cache", None), list):
-            for slot, array in enumerate(sample.cache):
-                if array is not None:
-                    made = mx.random.normal(array.shape, key=mx.random.split(key, slot + 1)[-1]) * 0.1
-                    cache[slot] = made.astype(array.dtype)
-                    mx.eval(cache[slot])
-        else:
-            raise ValueError(f"a synthetic state can't be made for {type(sample).__name__}")
+            elif isinstance(getattr(sample, "cache", None), list):
+                for slot, array in enumerate(sample.cache):
+                    if array is not None:
+                        made = mx.random.normal(array.shape, key=mx.random.split(first, slot + 1)[-1]) * 0.1
+                        cache[slot] = made.astype(array.dtype)
+                        mx.eval(cache[slot])
+            else:
+                raise ValueError(f"a synthetic state can't be made for {type(sample).__name__}")
+        if commit is not None:
+            commit()
+
+
+def probed(model: Callable[..., mx.array], caches: Sequence[Any]) -> Sequence[Any]:
+    """`caches` after one token."""
+    mx.eval(model(mx.array([[0]], dtype=mx.int32), cache=caches))
+    return caches

@@ -70,7 +70,7 @@ class OpenTelemetry:
     def __init__(self, provider: Any | None = None) -> None:
         self._api: Any = importlib.import_module("opentelemetry.trace")
         self._tracer: Any = self._api.get_tracer("gnomon", tracer_provider=provider)
-        self._epoch_ns = time.time_ns() - int(time.perf_counter() * 1e9)
+        self._epoch_ns = time.time_ns() - int(time.monotonic() * 1e9)
 
     def _at(self, seconds: float) -> int:
         return self._epoch_ns + int(seconds * 1e9)

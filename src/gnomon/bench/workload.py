@@ -12,10 +12,13 @@ from pydantic import JsonValue
 
 from gnomon.bench.schema import Arm, Work
 
-Task = Literal["prompt", "decode", "batch", "command"]
+Task = Literal["prompt", "decode", "batch", "stream", "start", "command"]
 _CELL = re.compile(
-    r"prompt:(?P<prompt>\d+)|decode:(?P<steps>\d+)@(?P<depth>\d+)|batch:(?P<rows>\d+)x(?P<each>\d+)|command"
+    r"prompt:(?P<prompt>\d+)|decode:(?P<steps>\d+)@(?P<depth>\d+)|batch:(?P<rows>\d+)x(?P<each>\d+)"
+    r"|stream:(?P<streams>\d+)x(?P<length>\d+)|start:(?P<answer>\d+)|command"
 )
+FORMS = "prompt:TOKENS, decode:TOKENS@DEPTH, batch:ROWSxTOKENS, stream:REQUESTSxTOKENS, start:TOKENS, command"
+STORY = "Once upon a time, in a small village by the sea, there lived an old clockmaker who"
 BATCH_PROMPT = 16
 """Prompt tokens of each row of a batch cell."""
 
@@ -25,7 +28,8 @@ class Cell:
     """One kind of work. Counts are in tokens; `depth` tokens stand in the cache before the prompt; `rows` requests run at once.
 
     Written `prompt:700` (prefill and first token), `decode:64@2048` (64 tokens from a synthetic state of 2,048), `batch:4x32` (4 requests
-    of 32 tokens) or `command` (whatever the command does).
+    of 32 tokens), `stream:8x24` (8 streamed requests with text prompts, 24 tokens each), `start:8` (from nothing to an answer of 8
+    tokens) or `command` (whatever the command does).
     """
 
     task: Task
@@ -39,7 +43,7 @@ class Cell:
         """The cell that `text` names. Raises `ValueError` with the forms that are known."""
         match = _CELL.fullmatch(text)
         if match is None:
-            raise ValueError(f"cell {text!r} is none of prompt:TOKENS, decode:TOKENS@DEPTH, batch:ROWSxTOKENS, command")
+            raise ValueError(f"cell {text!r} is none of {FORMS}")
         found = {name: int(value) for name, value in match.groupdict().items() if value is not None}
         if "prompt" in found:
             cell = cls("prompt", prompt_tokens=found["prompt"])
@@ -47,9 +51,18 @@ class Cell:
             cell = cls("decode", output_tokens=found["steps"], depth=found["depth"])
         elif "rows" in found:
             cell = cls("batch", prompt_tokens=BATCH_PROMPT, output_tokens=found["each"], rows=found["rows"])
+        elif "streams" in found:
+            cell = cls("stream", prompt_tokens=0, output_tokens=found["length"], rows=found["streams"])
+        elif "answer" in found:
+            cell = cls("start", prompt_tokens=0, output_tokens=found["answer"])
         else:
             return cls("command")
-        if cell.prompt_tokens < 1 or cell.rows < 1 or cell.output_tokens < (2 if cell.task != "prompt" else 1):
+        counted = cell.task in ("prompt", "decode", "batch")
+        if (
+            (counted and cell.prompt_tokens < 1)
+            or cell.rows < 1
+            or cell.output_tokens < (2 if cell.task != "prompt" else 1)
+        ):
             raise ValueError(f"cell {text!r} is too small: a prompt and rows need 1 or more, a decode 2 or more tokens")
         return cell
 
@@ -58,7 +71,9 @@ class Cell:
             return f"prompt:{self.prompt_tokens}"
         if self.task == "decode":
             return f"decode:{self.output_tokens}@{self.depth}"
-        return f"batch:{self.rows}x{self.output_tokens}" if self.task == "batch" else "command"
+        if self.task == "start":
+            return f"start:{self.output_tokens}"
+        return self.task if self.task == "command" else f"{self.task}:{self.rows}x{self.output_tokens}"
 
     @property
     def primary(self) -> str:
@@ -67,6 +82,8 @@ class Cell:
             "prompt": "prefill_tokens_per_second",
             "decode": "decode_tokens_per_second",
             "batch": "aggregate_tokens_per_second",
+            "stream": "decode_tokens_per_second" if self.rows == 1 else "aggregate_tokens_per_second",
+            "start": "first_answer_seconds",
             "command": "seconds",
         }[self.task]
 
@@ -90,6 +107,11 @@ class Workload:
         """Twelve hexadecimal digits that differ between seeds, cells, attempts and blocks, and are equal for the arms of a pair."""
         key = f"{self.seed}:{self.cell}:{self.attempt}:{self.block}"
         return hashlib.sha256(key.encode()).hexdigest()[:12]
+
+    def text(self, row: int = 0) -> str:
+        """The prompt of a streamed request: a story after a nonce that differs between rows, blocks and seeds: no cache knows it."""
+        nonce = hashlib.sha256(f"{self.nonce}:{row}".encode()).hexdigest()[:12]
+        return f"{nonce} {STORY}"
 
     def ids(self, vocabulary: int, row: int = 0, avoid: Iterable[int] = ()) -> tuple[int, ...]:
         """The frozen prompt of a row: token ids in [0, vocabulary) from SHA-256 of seed, row and position, without those in `avoid`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 
@@ -29,6 +29,8 @@ class Habits:
     """It reads content as a list of parts only."""
     text_arguments: bool = False
     """It wants tool call arguments as JSON text."""
+    no_content: Literal["absent", "empty", "none"] = "absent"
+    """How it wants a message without content."""
 
 
 def normalise(messages: Sequence[Mapping[str, Any]], habits: Habits = Habits()) -> list[dict[str, Any]]:
@@ -49,7 +51,10 @@ def _message(where: str, message: Mapping[str, Any], habits: Habits) -> dict[str
     made: dict[str, Any] = {key: plain(value) for key, value in message.items() if value is not None}
     if role == "developer" and not habits.developer:
         made["role"] = "system"
-    if "content" in made:
+    if "content" not in made:
+        if habits.no_content != "absent":
+            made["content"] = "" if habits.no_content == "empty" else None
+    else:
         text = _text(f"{where}.content", made["content"])
         made["content"] = [{"type": "text", "text": text}] if habits.typed_content else text
     if not isinstance(made.get("reasoning_content"), str):

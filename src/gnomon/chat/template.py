@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
+from itertools import product
 from typing import Any, Protocol
 
 import jinja2
@@ -23,6 +24,21 @@ from gnomon.chat.reasoning import ReasoningFormat, Splitter, detect, partial_suf
 SWITCHES = ("enable_thinking", "thinking")
 """Names under which templates read whether to think; the first is also what requests call it."""
 RESERVED = ("messages", "tools", "raise_exception", "strftime_now")
+
+CALLED: tuple[dict[str, Any], ...] = (
+    {"role": "user", "content": "?"},
+    # Mistral's templates want ids of nine letters or digits.
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {"id": "a1b2c3d4e", "type": "function", "function": {"name": "f", "arguments": {"needle": "hay"}}}
+        ],
+    },
+    {"role": "tool", "tool_call_id": "a1b2c3d4e", "name": "f", "content": "!"},
+    {"role": "assistant", "content": "."},
+)
+"""A conversation that tries how a template takes tool calls."""
 
 _FAILURES = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 """What a template's code can raise: its own refusals and the ordinary mistakes of an expression over unexpected values."""
@@ -220,14 +236,14 @@ class ChatTemplate:
         if seen is None or "needle" not in seen:
             parts = self._try([{"role": "user", "content": [{"type": "text", "text": "needle"}]}])
             typed = parts is not None and "needle" in parts
-        call: dict[str, Any] = {"name": "f", "arguments": {"needle": "hay"}}
-        told = self._try(_with_call(call, typed))
-        # Python's own way of writing a dictionary shows a template that prints arguments as they come.
-        text = told is None or "{'needle': 'hay'}" in told
-        if text:
-            told = self._try(_with_call({**call, "arguments": '{"needle": "hay"}'}, typed))
-            text = told is not None and "needle" in told
-        return Habits("developer" in self.sources[self.name_for(None)], typed, text)
+        known = "developer" in self.sources[self.name_for(None)]
+        for no_content, text in product(("absent", "empty", "none"), (False, True)):
+            habits = Habits(known, typed, text, no_content)
+            told = self._try(normalise(CALLED, habits))
+            # Python's own way of writing things shows a template that prints what it gets without asking what it is.
+            if told is not None and "needle" in told and "'needle'" not in told and "None" not in told:
+                return habits
+        return Habits(known, typed)
 
     def _try(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
         try:
@@ -342,17 +358,3 @@ class ChatTemplate:
             raise ChatError(e.message or str(e), code="template_error") from e
         except _FAILURES as e:
             raise ChatError(f"the model's chat template failed on this conversation: {e}", code="template_error") from e
-
-
-def _with_call(function: Mapping[str, Any], typed: bool) -> list[dict[str, Any]]:
-    def content(text: str) -> Any:
-        return [{"type": "text", "text": text}] if typed else text
-
-    # Mistral's templates want ids of nine letters or digits.
-    call = {"id": "a1b2c3d4e", "type": "function", "function": function}
-    return [
-        {"role": "user", "content": content("?")},
-        {"role": "assistant", "content": content(""), "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "a1b2c3d4e", "name": "f", "content": content("!")},
-        {"role": "assistant", "content": content(".")},
-    ]

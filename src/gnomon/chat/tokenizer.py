@@ -19,6 +19,8 @@ _FILES: Final = (
     "added_tokens.json",
     "tokenizer.model",
     "spiece.model",
+    "tekken.json",
+    "tiktoken.model",
     "vocab.json",
     "vocab.txt",
     "merges.txt",
@@ -195,25 +197,27 @@ class _Fast:
             raise TokenizerError(f"{file} is not a readable tokenizer: {error}") from error
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+        known = {repr(token) for token in tokenizer.get_added_tokens_decoder().values()}
         declared = settings.get("added_tokens_decoder") or {}
-        missing = [
+        wanted = [
             tokenizers.AddedToken(**{k: v for k, v in declared[key].items() if not k.startswith("_")})
             for key in sorted(declared, key=int)
-            if isinstance(declared[key], dict) and declared[key].get("content") not in known
+            if isinstance(declared[key], dict)
         ]
-        known |= {token.content for token in missing}
+        missing = [token for token in wanted if repr(token) not in known]
+        names = {token.content for token in (*tokenizer.get_added_tokens_decoder().values(), *missing)}
         missing += [
             tokenizers.AddedToken(piece, special=True, normalized=False)
-            for name, piece in special.items()
-            if name in _NAMED and piece not in known
+            for piece in dict.fromkeys([*(special[name] for name in _NAMED if name in special), *_extra(settings)])
+            if piece not in names
         ]
         if missing:
             tokenizer.add_tokens(missing)
         return cls(tokenizer)
 
     def encode(self, text: str, special: bool) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
+        # Unlike `encode`, which holds the interpreter's lock all along: seconds, for a long prompt.
+        return list(self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
@@ -343,6 +347,16 @@ def _special_tokens(root: Path, settings: Mapping[str, Any]) -> dict[str, str]:
             content = value.get("content") if isinstance(value, dict) else value
             if name.endswith("_token") and isinstance(content, str):
                 result[name] = content
+    return result
+
+
+def _extra(settings: Mapping[str, Any]) -> list[str]:
+    result: list[str] = []
+    for name in ("additional_special_tokens", "extra_special_tokens"):
+        declared: Any = settings.get(name) or []
+        values = declared.values() if isinstance(declared, dict) else declared
+        contents = [value.get("content") if isinstance(value, dict) else value for value in values]
+        result += [content for content in contents if isinstance(content, str)]
     return result
 
 

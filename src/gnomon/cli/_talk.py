@@ -95,7 +95,7 @@ class InProcess:
         yield from self._stream(tuple(self.tokenizer.encode(prompt, special=True)), False, PlainSplitter(), ask)
 
     def _stream(self, ids: tuple[int, ...], thinking: bool, splitter: Splitter, ask: Ask) -> Generator[Event]:
-        from gnomon.engine.api import ChoiceFinished, Delta, EngineError, Failed, Finished, Progress, Request
+        from gnomon.engine.api import ChoiceFinished, Delta, EngineError, Failed, Progress, Request
 
         request = Request(
             id=f"cli-{uuid.uuid4().hex}",
@@ -120,7 +120,7 @@ class InProcess:
                     yield from splitter.finish()
                 elif isinstance(event, Failed):
                     raise CommandError(event.message)
-                elif isinstance(event, Finished):
+                else:
                     yield Ended(reason, event.usage.prompt_tokens, event.usage.completion_tokens)
         finally:
             self.engine.cancel(request.id)

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from gnomon.cli._verbs import CommandError
+from gnomon.cli._model import generation_config
 from gnomon.config import SERVE, Config, settings, with_model_defaults
 
 NAME = "config"
@@ -50,13 +50,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _with_model(config: Config) -> Config:
     """The model's defaults too, where the model is a directory given by path (a name would have to be looked up)."""
-    if config.model.wanted is None:
+    path = Path(config.model.wanted or "").expanduser()
+    if config.model.wanted is None or not path.is_dir():
         return config
-    path = Path(config.model.wanted).expanduser() / "generation_config.json"
-    if not path.is_file():
-        return config
-    try:
-        said = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as e:
-        raise CommandError(f"{path} can't be read: {e}") from e
-    return with_model_defaults(config, said, config.model.wanted)
+    return with_model_defaults(config, generation_config(path), config.model.wanted)

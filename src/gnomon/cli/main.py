@@ -106,8 +106,9 @@ def _unknown(words: Sequence[str], flags: Iterable[str], prog: str) -> str:
     if not word.startswith("-"):
         return f"unexpected argument {word!r} (see {prog} --help)"
     flag = word.partition("=")[0]
-    near = difflib.get_close_matches(flag, list(flags), 1)
-    return f"unknown flag {flag}" + (f"; did you mean {near[0]}?" if near else f" (see {prog} --help)")
+    by_bare = {known.lstrip("-"): known for known in flags}
+    near = difflib.get_close_matches(flag.lstrip("-"), by_bare, 1)
+    return f"unknown flag {flag}" + (f"; did you mean {by_bare[near[0]]}?" if near else f" (see {prog} --help)")
 
 
 def _note(config: Config) -> None:

@@ -60,7 +60,7 @@ class Batch:
             return
         self.state.keep(rows)
         self.sampler.keep(rows)
-        self.pending = self.pending[mx.array(rows)]
+        self.pending = self.pending[mx.array(list(rows))]
         self.rows = [self.rows[b] for b in rows]
 
     def resample(self) -> None:

@@ -20,6 +20,7 @@ from gnomon.engine.scheduler import Prepared, Scheduler
 from gnomon.engine.step import MAX_PROPOSALS, Stepper
 from gnomon.models.load import LoadedModel
 from gnomon.state.batch_state import BatchState
+from gnomon.trace import OFF, Phase, Tracer, Value
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +50,9 @@ class Core:
         heart: Heart,
         propose: ProposerFactory | None,
         on_close: Callable[[Job], None],
+        *,
+        prime: Callable[[BatchState], None] | None = None,
+        tracer: Tracer = OFF,
     ) -> None:
         self.loaded = loaded
         self.tokenizer = tokenizer
@@ -56,8 +60,12 @@ class Core:
         self.mailbox = mailbox
         self.counters = counters
         self.heart = heart
-        self.make_proposer = propose
+        self.make_proposer = propose if loaded.binding.window_safe else None
+        if propose is not None and not loaded.binding.window_safe:
+            log.warning("a window of several tokens disturbs %s models: nothing is proposed", loaded.model_type)
         self.on_close = on_close
+        self.prime = prime
+        self.tracer = tracer
         self.eos_ids = frozenset({*loaded.eos_token_ids, *tokenizer.eos_ids})
         binding = loaded.binding
         self.scheduler = Scheduler(
@@ -70,6 +78,7 @@ class Core:
         """Open requests that reached this thread."""
         self.stopping = False
         self.gauges_due = 0.0
+        self.num_spans = 0
         self.batch = Batch()
         self.stepper = self.new_stepper(self.batch)
         self.take_gauges()
@@ -105,6 +114,9 @@ class Core:
                     if job := self.jobs.get(request_id):
                         job.cancel()
                         self.reap()
+                        # Without open requests there is no further turn that would give the rows back.
+                        if not self.jobs:
+                            self.rest()
                 case Stop():
                     self.stopping = True
 
@@ -112,6 +124,7 @@ class Core:
         self.scheduler.num_running = self.batch.num_open
         for job in self.scheduler.admit():
             job.admitted = time.monotonic()
+            self.tracer.span(job.request.id, "queue", job.submitted, job.admitted)
             self.counters.prompt_tokens += len(job.prompt)
 
     def prefill(self) -> None:
@@ -120,6 +133,7 @@ class Core:
         if preparation is None:
             return
         jobs, prefill = preparation.jobs, preparation.prefill
+        begun, tokens = time.monotonic(), 0 if prefill.finished else prefill.num_tokens
         try:
             self.run_window(prefill)
         except Exception as error:  # noqa: BLE001  (any failure here has an owner among these requests, or the device is gone)
@@ -130,12 +144,16 @@ class Core:
             if not any(job.open for job in jobs):
                 self.probe()
             return
+        if tokens:
+            self.trace(jobs, "prefill", begun, tokens=tokens)
         for job in jobs:
             try:
                 job.tell_progress(min(prefill.done, len(job.prompt) - 1))
             except Exception as error:  # noqa: BLE001  (a sink's failure is its request's own)
                 self.fail(job, error)
         if prefill.finished:
+            for job in jobs:
+                job.prefilled = time.monotonic()
             self.scheduler.done(preparation)
             self.begin(jobs, prefill.state)
 
@@ -159,6 +177,10 @@ class Core:
         self.heart.beat("decoding")
         counters = self.counters
         tokens, begun = counters.generated_tokens, time.perf_counter()
+        started, running = (
+            time.monotonic(),
+            [row.job for row in self.batch.rows if row.open] if self.tracer.enabled else [],
+        )
         stepped = True
         try:
             stepped = self.stepper.step()
@@ -168,6 +190,7 @@ class Core:
         counters.decode.add(counters.generated_tokens - tokens, seconds)
         if stepped:
             counters.step(rows, seconds)
+            self.trace(running, "step", started, rows=rows)
         if stepped and counters.steps % CLEAR_CACHE_STEPS == 0:
             mx.clear_cache()
 
@@ -176,6 +199,7 @@ class Core:
         for job in [job for job in self.jobs.values() if not job.open]:
             del self.jobs[job.request.id]
             self.counters.ended(job)
+            self.trace_end(job)
             self.on_close(job)
 
     def rest(self) -> None:
@@ -227,6 +251,30 @@ class Core:
         prefill.advance()
         self.counters.prefill.add(tokens, time.perf_counter() - begun)
         self.counters.prefill_chunks += 1
+
+    # Traces
+
+    def trace(self, jobs: Sequence[Job], phase: Phase, start: float, **attributes: Value) -> None:
+        """Report a span of work that these requests share."""
+        if not self.tracer.enabled:
+            return
+        if self.tracer.sync:
+            mx.synchronize()
+        end = time.monotonic()
+        self.num_spans += 1
+        shared = self.num_spans if len(jobs) > 1 else None
+        for job in dict.fromkeys(jobs):
+            self.tracer.span(job.request.id, phase, start, end, work_id=shared, **attributes)
+
+    def trace_end(self, job: Job) -> None:
+        """Report the wait for the first token, which overlaps the first step, and close the request's trace."""
+        if not self.tracer.enabled:
+            return
+        if job.first_token:
+            self.tracer.span(job.request.id, "first_token", job.prefilled or job.admitted, job.first_token)
+        outcome = "cancelled" if job.cancelled else "failed" if job.error is not None else "finished"
+        counts = {"promptTokens": len(job.prompt), "completionTokens": job.num_generated}
+        self.tracer.end(job.request.id, outcome, lane="batched" if job.batched else "serial", **counts)
 
     # Failures
 
@@ -334,10 +382,22 @@ class Core:
 
     def new_state(self) -> BatchState:
         binding = self.loaded.binding
-        return BatchState(self.loaded.model, binding.make_caches(), pad_safe=binding.pad_safe, slack=MAX_PROPOSALS)
+        return BatchState(
+            self.loaded.model,
+            binding.make_caches(),
+            pad_safe=binding.pad_safe,
+            slack=MAX_PROPOSALS,
+            mask_ndim=binding.mask_ndim,
+        )
 
     def new_prefill(self, prompts: Sequence[Sequence[int]]) -> Prefill:
-        return Prefill(self.loaded.model, self.new_state, prompts, self.config.prefill_chunk)
+        return Prefill(self.loaded.model, self.new_primed, prompts, self.config.prefill_chunk)
+
+    def new_primed(self) -> BatchState:
+        state = self.new_state()
+        if self.prime is not None:
+            self.prime(state)
+        return state
 
     def new_stepper(self, batch: Batch) -> Stepper:
         loaded = self.loaded

@@ -37,11 +37,15 @@ from gnomon.engine.row import Job, ProposerFactory
 from gnomon.engine.sampling import fresh_seed
 from gnomon.models.load import LoadedModel
 from gnomon.models.load import load as load_model
+from gnomon.state.batch_state import BatchState
+from gnomon.trace import OFF, Tracer
 
 log = logging.getLogger(__name__)
 
 IDLE_BEAT = 1.0
 """Seconds between heartbeats of an idle engine."""
+THREAD_EXIT = 0.05
+"""Seconds in which a thread that has nothing left to do is gone, where the system doesn't tell."""
 MAX_RESETS = 3
 """Defects in a row, with no request finished between them, after which the engine gives up."""
 
@@ -49,8 +53,9 @@ MAX_RESETS = 3
 class Engine:
     """Serves one model from one thread, which loads it, builds every graph and evaluates it.
 
-    `load` and `propose` run on that thread. `on_failure` is called from it, once, after every open request has heard `Failed`,
-    when the engine can't go on: the host process should then exit non-zero.
+    `load`, `propose` and `prime` run on that thread; `prime` may fill the fresh state of a prompt before its prefill. `on_failure`
+    is called from it, once, after every open request has heard `Failed`, when the engine can't go on: the host process should
+    then exit non-zero.
     """
 
     def __init__(
@@ -62,12 +67,16 @@ class Engine:
         model_id: str | None = None,
         propose: ProposerFactory | None = None,
         on_failure: Callable[[str], None] | None = None,
+        prime: Callable[[BatchState], None] | None = None,
+        tracer: Tracer = OFF,
     ) -> None:
         self.config = config or EngineConfig()
         self.tokenizer = tokenizer
         self._load = load
         self._model_id = model_id
         self._propose = propose
+        self._prime = prime
+        self._tracer = tracer
         self._on_failure = on_failure
         self._mailbox = Mailbox()
         self._counters = Counters()
@@ -120,6 +129,7 @@ class Engine:
             self._open[request.id] = job
             self._counters.submitted_requests += 1
             self._counters.submitted_rows += request.n
+            self._tracer.begin(request.id, request.trace_id, at=job.submitted)
             self._mailbox.post(Submit(job))
 
     def cancel(self, request_id: str) -> None:
@@ -209,6 +219,7 @@ class Engine:
         self._mailbox.post(Stop())
         if threading.current_thread() is not self._thread:
             self._thread.join()
+            _await_thread_exit(self._thread.native_id)
             atexit.unregister(self.stop)
 
     def __enter__(self) -> Engine:
@@ -226,13 +237,15 @@ class Engine:
             raise EngineUnavailable("the engine is draining and takes no new requests")
 
     def _refuse_if_full(self) -> None:
-        core, counters = self._core, self._counters
-        num_waiting = sum(not job.admitted for job in self._open.values())
-        num_free = max(0, core.scheduler.num_free) if core is not None else 0
-        if num_waiting < self.config.queue + num_free:
+        rows = self.config.batch if self.model.batchable else 1
+        jobs = list(self._open.values())
+        num_waiting = sum(not job.admitted for job in jobs)
+        num_taken = sum(min(job.num_unfinished, rows) for job in jobs if job.admitted)
+        # Those that a free row awaits are only on their way.
+        if num_waiting < self.config.queue + max(0, rows - num_taken):
             return
-        counters.refused_requests += 1
-        seconds = admission.retry_after(1, self.config.batch, counters.request_seconds)
+        self._counters.refused_requests += 1
+        seconds = admission.retry_after(1, rows, self._counters.request_seconds)
         raise QueueFull(f"{num_waiting} requests wait already, the limit is {self.config.queue}", seconds)
 
     # The thread
@@ -283,6 +296,8 @@ class Engine:
             self._heart,
             self._propose,
             self._closed,
+            prime=self._prime,
+            tracer=self._tracer,
         )
         self._model = ModelInfo(
             id=self._model_id or loaded.path.name,
@@ -317,6 +332,21 @@ class Engine:
         with self._idle:
             self._open.pop(job.request.id, None)
             self._idle.notify_all()
+
+
+def _await_thread_exit(native_id: int | None) -> None:
+    """Wait until a joined thread is gone from the system too.
+
+    Only then has it dropped MLX's per-thread cache of compiled functions, for which it takes the interpreter's lock: were the
+    interpreter being torn down meanwhile, the process would abort.
+    """
+    task = Path(f"/proc/self/task/{native_id}")
+    if not Path("/proc/self/task").is_dir():
+        time.sleep(THREAD_EXIT)
+        return
+    deadline = time.monotonic() + 100 * THREAD_EXIT
+    while task.exists() and time.monotonic() < deadline:
+        time.sleep(0.001)
 
 
 def load(

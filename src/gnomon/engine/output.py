@@ -15,7 +15,6 @@ class TextTokenizer(Protocol):
     """What output needs of a tokenizer."""
 
     def stream(self) -> Detokenizer: ...
-    def piece(self, token: int) -> str: ...
     def token_bytes(self, token: int) -> bytes: ...
 
 
@@ -126,11 +125,17 @@ class TextOutput:
 def token_logprob(
     tokenizer: TextTokenizer, token: int, logprob: float, top: Iterable[tuple[int, float]] = ()
 ) -> TokenLogprob:
-    """A drawn token's score as the engine's interface has it: `token` in the vocabulary's spelling, `bytes` as generated."""
+    """A drawn token's score as the engine's interface has it: `bytes` as generated, `token` the text they make on their own."""
+    rivals = ((i, value, tokenizer.token_bytes(i)) for i, value in top)
+    spelling = tokenizer.token_bytes(token)
     return TokenLogprob(
         id=token,
-        token=tokenizer.piece(token),
+        token=_text(spelling),
         logprob=logprob,
-        bytes=tokenizer.token_bytes(token),
-        top=tuple(TopLogprob(i, tokenizer.piece(i), value, tokenizer.token_bytes(i)) for i, value in top),
+        bytes=spelling,
+        top=tuple(TopLogprob(i, _text(data), value, data) for i, value, data in rivals),
     )
+
+
+def _text(data: bytes) -> str:
+    return data.decode(errors="replace")

@@ -43,6 +43,7 @@ class Job:
         self.num_generated = 0
         self.submitted = time.monotonic()
         self.admitted = 0.0
+        self.prefilled = 0.0
         self.first_token = 0.0
 
     @property
@@ -52,6 +53,11 @@ class Job:
     @property
     def num_unstarted(self) -> int:
         return self.request.n - len(self.rows)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Choices that still need a row or have one."""
+        return self.request.n - sum(not row.open for row in self.rows) if self.open else 0
 
     def begin_row(self, tokenizer: Tokenizer, eos_ids: Collection[int], make_proposer: ProposerFactory | None) -> Row:
         """The next choice. Raises what making its text output or proposer raises."""

@@ -15,6 +15,8 @@ from gnomon.serve.metrics import Metrics
 from gnomon.serve.preparation import PreparationPool
 from gnomon.serve.routes import chat_completions, completions, health, metrics, models, root, stats
 from gnomon.serve.services import VERSION, Services, Timing, Vocabulary
+from gnomon.serve.wire.chat import ChatRequest
+from gnomon.serve.wire.completions import CompletionRequest
 
 ROUTES = (chat_completions, completions, models, root, health, stats, metrics)
 EXPOSED = ("x-request-id", TRACE_HEADER, "x-gnomon-tier", "retry-after", "warning")
@@ -57,7 +59,7 @@ def create_app(
     for module in ROUTES:
         app.include_router(module.router)
     errors.install(app)
-    schema.install(app)
+    schema.install(app, (ChatRequest, CompletionRequest))
     # The last added is the outermost.
     app.add_middleware(KeyDoor, keys=http.api_keys)
     if http.allowed_origins:

@@ -126,6 +126,10 @@ _TYPES = {
 }
 
 
+def _limit(limit: float) -> str:
+    return str(int(limit)) if limit == int(limit) else str(limit)
+
+
 def _describe(error: ErrorDetails) -> str:
     kind, value, about = error["type"], show(error["input"]), error.get("ctx", {})
     if kind == "missing":
@@ -133,9 +137,9 @@ def _describe(error: ErrorDetails) -> str:
     if kind in _TYPES:
         return f"must be of type {_TYPES[kind]}, got {value}"
     if kind == "greater_than_equal":
-        return f"must be at least {about['ge']:.12g}, got {value}"
+        return f"must be at least {_limit(about['ge'])}, got {value}"
     if kind == "less_than_equal":
-        return f"must be at most {about['le']:.12g}, got {value}"
+        return f"must be at most {_limit(about['le'])}, got {value}"
     if kind == "finite_number":
         return f"must be a finite number, got {value}"
     if kind == "literal_error":
@@ -156,6 +160,9 @@ def install(app: FastAPI) -> None:
     async def refused(_: Request, error: Exception) -> Response:
         return cast("APIError", error).response()
 
+    async def engine(_: Request, error: Exception) -> Response:
+        return from_engine(cast("EngineError", error)).response()
+
     async def gone(_: Request, __: Exception) -> Response:
         return Response(status_code=499)
 
@@ -172,5 +179,6 @@ def install(app: FastAPI) -> None:
         return APIError(error.status_code, message, code=code, headers=error.headers).response()
 
     app.add_exception_handler(APIError, refused)
+    app.add_exception_handler(EngineError, engine)
     app.add_exception_handler(ClientDisconnected, gone)
     app.add_exception_handler(HTTPException, http)

@@ -103,13 +103,19 @@ class Generation:
         services: Services,
         endpoint: str,
         requests: Sequence[Request],
+        prompt_field: str,
         splitter: Callable[[], Splitter] = PlainSplitter,
     ) -> None:
-        """Submits the requests. Raises APIError when the engine refuses them."""
+        """Submits the requests. Raises APIError when the engine refuses them; `prompt_field` is what clients call the prompt."""
         self._services = services
         self._endpoint = endpoint
         self._assembly = Assembly(requests, splitter)
-        self._stream = EventStream(services.engine, requests)
+        try:
+            self._stream = EventStream(services.engine, requests)
+        except APIError as error:
+            if error.param == "prompt":
+                error.param = prompt_field
+            raise
         self._outcome: Outcome = "cancelled"
         self._closed = False
         services.metrics.opened()

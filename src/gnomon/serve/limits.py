@@ -87,4 +87,4 @@ class RequestFrame:
             seconds = time.perf_counter() - started
             route = getattr(scope.get("route"), "path", "unmatched")
             self.metrics.request(scope["method"], route, status, seconds)
-            logger.info("%s %s %d %.1f ms %s", scope["method"], scope["path"], status, seconds * 1e3, request_id)
+            logger.info("%s %s %d %.1f ms", scope["method"], scope["path"], status, seconds * 1e3)

@@ -29,11 +29,12 @@ class Latency:
 
 
 def numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """The numbers in nested mappings, under names joined with `_`."""
+    """The numbers in nested mappings, under names joined with `_`; the buckets of histograms are left out."""
     for key, value in values.items():
         name = f"{prefix}_{key}" if prefix else key
         if isinstance(value, Mapping):
-            yield from numbers(value, name)
+            if key != "buckets":
+                yield from numbers(value, name)
         elif isinstance(value, int | float):  # bool counts as 0 or 1
             yield name, float(value)
 
@@ -50,7 +51,9 @@ class EngineCollector(Collector):
         yield GaugeMetricFamily(
             "gnomon_engine_beat_age_seconds", "time since the engine's loop last turned", value=health.beat_age
         )
-        for name, value in numbers(self.engine.stats()):
+        # Its section on itself says what health has said above.
+        sections = {name: section for name, section in self.engine.stats().items() if name != "engine"}
+        for name, value in numbers(sections):
             full = "gnomon_engine_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
             yield GaugeMetricFamily(full, f"{name} of the engine", value=value)
 

@@ -42,27 +42,6 @@ def check_ids(ids: Sequence[object], vocab_size: int, param: str) -> tuple[int, 
     return tuple(checked)
 
 
-def room(services: Services, length: int, cap: int | None, param: str) -> int | None:
-    """The most tokens to generate after a prompt of `length`: what was asked for or the default, and what the context has room for.
-
-    Raises APIError 400 when the prompt leaves no room for a token.
-    """
-    wanted = cap if cap is not None else services.sampling.max_tokens
-    context = services.engine.model.context_length
-    if length == 0:
-        raise invalid(f"{param} must not be empty: it renders to no token", param)
-    if context is None:
-        return wanted
-    if length >= context:
-        raise invalid(
-            f"{param} has {length} tokens; the context of {services.engine.model.id} is {context} tokens, and one must be left "
-            "for the answer",
-            param,
-            "context_length_exceeded",
-        )
-    return min(wanted or context, context - length)
-
-
 def tier(services: Services, fields: SamplingFields) -> str:
     """The tier a request will run in, as far as can be told before it does: tone-curve sampling has no oracle outside."""
     return "Lab" if fields.tone_curve(services.sampling) is not None else services.engine.model.tier

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI
@@ -9,34 +10,25 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
 _REF = "#/components/schemas/{model}"
-_KEY = "x-gnomon-body"
 
 
 def json_body(model: type[BaseModel]) -> dict[str, Any]:
     """The `openapi_extra` of a route that takes `model` as its JSON body."""
-    return {
-        "requestBody": {
-            "required": True,
-            "content": {"application/json": {"schema": {"$ref": _REF.format(model=model.__name__)}}},
-        },
-        _KEY: model,
-    }
+    schema = {"$ref": _REF.format(model=model.__name__)}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-def install(app: FastAPI) -> None:
-    """Let `app.openapi` include the bodies' schemas."""
+def install(app: FastAPI, bodies: Sequence[type[BaseModel]]) -> None:
+    """Let `app.openapi` include the schemas of `bodies`, the models that routes name with `json_body`."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
             schemas: dict[str, Any] = document.setdefault("components", {}).setdefault("schemas", {})
-            for path in document["paths"].values():
-                for operation in path.values():
-                    model: type[BaseModel] | None = operation.pop(_KEY, None)
-                    if model is not None:
-                        schema = model.model_json_schema(ref_template=_REF)
-                        schemas.update(schema.pop("$defs", {}))
-                        schemas[model.__name__] = schema
+            for model in bodies:
+                schema = model.model_json_schema(ref_template=_REF)
+                schemas.update(schema.pop("$defs", {}))
+                schemas[model.__name__] = schema
             app.openapi_schema = document
         return app.openapi_schema
 

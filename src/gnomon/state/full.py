@@ -11,7 +11,7 @@ from mlx_lm.models.cache import KVCache, create_attention_mask
 from gnomon.state.buffer import RowBuffer, copied, round_slots
 from gnomon.state.layer import LayerState
 from gnomon.state.rows import Rows
-from gnomon.state.snapshot import LayerKind, LayerSnapshot
+from gnomon.state.snapshot import LayerKind, LayerSnapshot, shared
 
 KeysValues = tuple[mx.array, mx.array]
 
@@ -110,7 +110,7 @@ class FullLayer(LayerState):
 
     def abort(self) -> None:
         if self._lone is not None:
-            self._lone.trim(self._lone.offset - self.rows.lengths[0])
+            self._lone.trim(max(0, self._lone.offset - self.rows.lengths[0]))
 
     def rollback(self, back: Sequence[int]) -> None:
         if self._lone is not None:
@@ -160,8 +160,7 @@ class FullLayer(LayerState):
     def restore(self, snapshot: LayerSnapshot) -> None:
         self._lone, self._buffer = KVCache(), RowBuffer(1)
         if snapshot.arrays:
-            # No copy: there is no free slot, so the first append makes new arrays.
-            self._lone.state = snapshot.arrays["keys"], snapshot.arrays["values"], snapshot.numbers["length"]
+            self._lone.state = *shared(snapshot, "keys", "values"), snapshot.numbers["length"]
 
     def arrays(self) -> list[mx.array]:
         return [array for array in (self.keys, self.values) if array is not None]
@@ -175,13 +174,11 @@ class FullLayer(LayerState):
             found.append(
                 f"{rows.num_rows} rows, but the layout is {'a lone row' if self._lone is not None else 'shared'}"
             )
-        if self._lone is not None and self._lone.offset != rows.lengths[0]:
+        if self._lone is not None and self._lone.keys is not None and self._lone.offset != rows.lengths[0]:
             found.append(f"offset is {self._lone.offset}, the row has {rows.lengths[0]} tokens")
         for name, array in (("keys", self.keys), ("values", self.values)):
-            if array is None:
-                if any(rows.lengths):
-                    found.append(f"no {name} for rows of lengths {rows.lengths}")
-            elif array.shape[0] < rows.num_rows or array.shape[2] < max(rows.lengths):
+            # Some models make a cache for a layer that never uses it.
+            if array is not None and (array.shape[0] < rows.num_rows or array.shape[2] < max(rows.lengths)):
                 found.append(f"{name} of shape {array.shape} are too small for rows of lengths {rows.lengths}")
         return found
 

@@ -10,7 +10,7 @@ from mlx_lm.models.cache import ArraysCache
 from gnomon.state.layer import LayerState
 from gnomon.state.replay import Call, replay
 from gnomon.state.rows import Rows
-from gnomon.state.snapshot import LayerKind, LayerSnapshot
+from gnomon.state.snapshot import LayerKind, LayerSnapshot, shared
 
 
 class RecurrentLayer(ArraysCache, LayerState):
@@ -96,7 +96,8 @@ class RecurrentLayer(ArraysCache, LayerState):
 
     def restore(self, snapshot: LayerSnapshot) -> None:
         self._forget()
-        self.cache = [snapshot.arrays.get(str(i)) for i in range(snapshot.numbers["size"])]
+        names = [str(i) for i in range(snapshot.numbers["size"])]
+        self.cache = [shared(snapshot, name)[0] if name in snapshot.arrays else None for name in names]
 
     def arrays(self) -> list[mx.array]:
         return [array for array in self.cache if array is not None]

@@ -11,7 +11,7 @@ from mlx_lm.models.cache import RotatingKVCache
 from gnomon.state.buffer import RowBuffer, copied, round_slots
 from gnomon.state.layer import LayerState
 from gnomon.state.rows import Rows
-from gnomon.state.snapshot import LayerKind, LayerSnapshot
+from gnomon.state.snapshot import LayerKind, LayerSnapshot, shared
 
 KeysValues = tuple[mx.array, mx.array]
 
@@ -141,12 +141,13 @@ class SlidingLayer(LayerState):
 
     def abort(self) -> None:
         self._joint = None
-        if self._lone is not None:
+        if self._lone is not None and self._lone.keys is not None:
             _take_back(self._lone, self._lone.offset - self.rows.lengths[0], self.rows.width)
 
     def rollback(self, back: Sequence[int]) -> None:
         if self._lone is not None:
-            _take_back(self._lone, back[0], self.rows.width)
+            if self._lone.keys is not None:
+                _take_back(self._lone, back[0], self.rows.width)
         elif self.rows.width > 1:
             self._rephase([length - n for length, n in zip(self.rows.lengths, back, strict=True)])
 
@@ -192,13 +193,12 @@ class SlidingLayer(LayerState):
         return LayerSnapshot("sliding", arrays, numbers | {"index": index})
 
     def restore(self, snapshot: LayerSnapshot) -> None:
-        numbers, arrays = snapshot.numbers, snapshot.arrays
+        numbers = snapshot.numbers
         if numbers["window"] != self.window:
             raise ValueError(f"the snapshot's window is {numbers['window']}, this layer's is {self.window}")
         self._lone, self._buffer = RotatingKVCache(max_size=self.window), RowBuffer(1)
-        if arrays:
-            # No copy: an in-place write of mlx's copies first what the snapshot still holds.
-            self._lone.state = arrays["keys"], arrays["values"], numbers["length"], 0, self.window, numbers["index"]
+        if snapshot.arrays:
+            self._lone.state = *shared(snapshot, "keys", "values"), numbers["length"], 0, self.window, numbers["index"]
         self._phase = [0]
 
     def arrays(self) -> list[mx.array]:
@@ -213,17 +213,14 @@ class SlidingLayer(LayerState):
             found.append(
                 f"{rows.num_rows} rows, but the layout is {'a lone row' if self._lone is not None else 'shared'}"
             )
-        if self._lone is not None and self._lone.offset != rows.lengths[0]:
+        if self._lone is not None and self._lone.keys is not None and self._lone.offset != rows.lengths[0]:
             found.append(f"offset is {self._lone.offset}, the row has {rows.lengths[0]} tokens")
         if len(self._phase) != rows.num_rows:
             found.append(f"{len(self._phase)} phases for {rows.num_rows} rows")
         if self._joint is not None:
             found.append("a long window was left open")
         needed = min(max(rows.lengths), self.window)
-        if self.keys is None:
-            if needed:
-                found.append(f"no keys for rows of lengths {rows.lengths}")
-        elif self.keys.shape[0] < rows.num_rows or self.keys.shape[2] < needed:
+        if self.keys is not None and (self.keys.shape[0] < rows.num_rows or self.keys.shape[2] < needed):
             found.append(
                 f"keys of shape {self.keys.shape} are too small for rows of lengths {rows.lengths}, window {self.window}"
             )

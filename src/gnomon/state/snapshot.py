@@ -24,6 +24,15 @@ class LayerSnapshot:
     numbers: dict[str, int]
 
 
+def shared(snapshot: LayerSnapshot, *names: str) -> list[mx.array]:
+    """Arrays of a snapshot for a state to write to.
+
+    They are new array objects over the same memory: an assignment to a slice changes the object it is made on, and copies the memory first
+    as long as the snapshot holds it too.
+    """
+    return [snapshot.arrays[name][...] for name in names]
+
+
 @dataclass(frozen=True)
 class RowSnapshot:
     """All layers of one row after `length` tokens, the parts of composite layers one by one. It shares no memory with its batch."""

@@ -28,13 +28,12 @@ class Logprobs:
         """`logprobs` [n, L, V] and `tokens` [n, L] hold only the asking rows: row b at slots[b], wanting wanted[b] rivals."""
         self._slots = slots
         self._wanted = wanted
-        vocab = logprobs.shape[-1]
-        count = min(vocab, max(wanted.values()))
+        count = min(logprobs.shape[-1], max(wanted.values()))
         self.chosen = mx.take_along_axis(logprobs, tokens[..., None], axis=-1)[..., 0].astype(mx.float32)
         self.top_ids: mx.array | None = None
         self.top: mx.array | None = None
         if count:
-            ids = mx.argpartition(-logprobs, kth=min(count, vocab - 1), axis=-1)[..., :count]
+            ids = mx.argpartition(-logprobs, kth=count - 1, axis=-1)[..., :count]
             self.top_ids = ids.astype(mx.int32)
             self.top = mx.take_along_axis(logprobs, ids, axis=-1).astype(mx.float32)
 

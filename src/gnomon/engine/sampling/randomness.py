@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Final
 
@@ -35,16 +36,33 @@ def _mix(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return words ^ (words >> np.uint64(31))
 
 
-def step_keys(seeds: list[int], choices: list[int], steps: list[int], stream: Stream) -> NDArray[np.uint32]:
-    """Threefry keys [N, 2] for N draws, made on the host. Each word is absorbed in turn, so no two fields can be traded for each other."""
-    state = np.zeros(len(seeds), dtype=np.uint64)
-    for field in ([seed & _WORD for seed in seeds], choices, steps, [int(stream)] * len(seeds)):
-        state = _mix((state + np.uint64(_GOLDEN)) ^ np.array(field, dtype=np.uint64))
-    return np.stack([state >> np.uint64(32), state & np.uint64(0xFFFFFFFF)], axis=-1).astype(np.uint32)
+class Keys:
+    """Threefry keys for the draws of N cells, made on the host.
+
+    Seed, choice, stream and output step are absorbed in turn, each mixed before the next, so no two can be traded for each other.
+    """
+
+    def __init__(self, seeds: Sequence[int], choices: Sequence[int], stream: Stream) -> None:
+        state = np.zeros(len(seeds), dtype=np.uint64)
+        for words in ([seed & _WORD for seed in seeds], choices, [int(stream)] * len(seeds)):
+            state = _absorb(state, words)
+        self._state = state
+
+    def at(self, steps: Sequence[int]) -> NDArray[np.uint32]:
+        """The keys [N, 2] of these output steps."""
+        state = _absorb(self._state, steps)
+        return np.stack([state >> np.uint64(32), state & np.uint64(0xFFFFFFFF)], axis=-1).astype(np.uint32)
+
+
+def _absorb(state: NDArray[np.uint64], words: Sequence[int]) -> NDArray[np.uint64]:
+    return _mix((state + np.uint64(_GOLDEN)) ^ np.array(words, dtype=np.uint64))
 
 
 def gumbel(keys: NDArray[np.uint32], size: int) -> mx.array:
     """Standard Gumbel noise [N, size], float32; row i is what `mx.random.gumbel` gives for keys[i] alone."""
+
+    if len(keys) == 1:
+        return mx.random.gumbel((1, size), key=mx.array(keys[0]))
 
     def draw(key: mx.array) -> mx.array:
         return mx.random.gumbel((size,), key=key)

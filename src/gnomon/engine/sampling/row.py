@@ -62,8 +62,8 @@ def check(params: SamplingParams, vocab_size: int) -> None:
             raise InvalidRequest(
                 f"logit_bias has token id {token}, but ids of this model go from 0 to {vocab_size - 1}", "logit_bias"
             )
-        if math.isnan(bias):
-            raise InvalidRequest(f"logit_bias of token id {token} is not a number", "logit_bias")
+        if not math.isfinite(bias):
+            raise InvalidRequest(f"logit_bias of token id {token} is {bias}, but must be finite", "logit_bias")
     for name in ("repetition_penalty", "temperature", "xtc_probability", "min_p", "top_p"):
         value = float(getattr(params, name))
         if not (math.isfinite(value) and value >= 0):

@@ -75,7 +75,8 @@ class Fields:
 class Architecture:
     """How one GGUF architecture maps to an mlx-lm model type.
 
-    `permuted`: q and k rows of each head are stored as interleaved rotary pairs. `norm_offset`: stored norm weights minus this are the model's.
+    `permuted`: q and k rows of each head are stored as interleaved rotary pairs. `norm_offset`: stored norms minus this are the
+    model's.
     """
 
     model_type: str
@@ -95,11 +96,7 @@ class Architecture:
         return None
 
 
-def _llama(fields: Fields) -> dict[str, Any]:
-    return {"attention_bias": False, "mlp_bias": False}
-
-
-def _qwen(fields: Fields) -> dict[str, Any]:
+def _nothing(_: Fields) -> dict[str, Any]:
     return {}
 
 
@@ -115,9 +112,9 @@ def _gemma3(fields: Fields) -> dict[str, Any]:
 
 
 ARCHITECTURES: Final[dict[str, Architecture]] = {
-    "llama": Architecture("llama", "LlamaForCausalLM", _llama, permuted=True),
-    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", _qwen),
-    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", _qwen),
+    "llama": Architecture("llama", "LlamaForCausalLM", _nothing, permuted=True),
+    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", _nothing),
+    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", _nothing),
     "gemma3": Architecture("gemma3_text", "Gemma3ForCausalLM", _gemma3, layer=_GEMMA_LAYER, norm_offset=1.0),
 }
 
@@ -126,18 +123,26 @@ def architecture_of(metadata: Metadata) -> tuple[str, Architecture]:
     """The file's architecture. Raises `UnsupportedGGUF` naming it and the supported ones when it isn't among them."""
     name = str(metadata.get("general.architecture"))
     if name not in ARCHITECTURES:
-        raise UnsupportedGGUF(f"general.architecture {name!r} is not supported; supported: {', '.join(sorted(ARCHITECTURES))}")
+        raise UnsupportedGGUF(
+            f"general.architecture {name!r} is not supported; supported: {', '.join(sorted(ARCHITECTURES))}"
+        )
     if metadata.get(f"{name}.expert_count"):
-        raise UnsupportedGGUF(f"{name}.expert_count is {metadata[f'{name}.expert_count']}: mixture-of-experts GGUF files are not supported")
+        raise UnsupportedGGUF(
+            f"{name}.expert_count is {metadata[f'{name}.expert_count']}: mixture-of-experts GGUF files are not supported"
+        )
     return name, ARCHITECTURES[name]
 
 
-def config_of(metadata: Metadata, tied: bool, vocab_size: int, rope_factors: NDArray[np.float32] | None) -> dict[str, Any]:
+def config_of(
+    metadata: Metadata, tied: bool, vocab_size: int, rope_factors: NDArray[np.float32] | None
+) -> dict[str, Any]:
     """config.json for the file, without the quantisation part. `rope_factors` is the file's rope_freqs tensor, if any."""
     name, architecture = architecture_of(metadata)
     fields = Fields(metadata, name)
     if isinstance(fields.need("attention.head_count"), Sequence):
-        raise UnsupportedGGUF(f"{name}.attention.head_count differs by layer, which {architecture.model_type} can't express")
+        raise UnsupportedGGUF(
+            f"{name}.attention.head_count differs by layer, which {architecture.model_type} can't express"
+        )
     config: dict[str, Any] = {
         "architectures": [architecture.class_name],
         "model_type": architecture.model_type,
@@ -173,7 +178,9 @@ def _rope_scaling(fields: Fields, factors: NDArray[np.float32] | None) -> dict[s
         return {"rope_type": "linear", "factor": factor}
     if kind == "yarn" and (original := fields.get("rope.scaling.original_context_length")):
         return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": int(original)}
-    raise UnsupportedGGUF(f"{fields.architecture}.rope.scaling.type {kind!r} is not supported; supported: none, linear, yarn")
+    raise UnsupportedGGUF(
+        f"{fields.architecture}.rope.scaling.type {kind!r} is not supported; supported: none, linear, yarn"
+    )
 
 
 def _llama3_scaling(fields: Fields, factors: NDArray[np.float32]) -> dict[str, Any]:
@@ -189,7 +196,9 @@ def _llama3_scaling(fields: Fields, factors: NDArray[np.float32]) -> dict[str, A
                 "high_freq_factor": 4.0,
                 "original_max_position_embeddings": original,
             }
-    raise UnsupportedGGUF("rope_freqs.weight holds frequency factors that are not Llama 3.1's (low 1, high 4); they can't be expressed")
+    raise UnsupportedGGUF(
+        "rope_freqs.weight holds frequency factors that are not Llama 3.1's (low 1, high 4); they can't be expressed"
+    )
 
 
 def llama3_factors(base: float, head_dim: int, factor: float, original: int) -> NDArray[np.float32]:
@@ -198,7 +207,9 @@ def llama3_factors(base: float, head_dim: int, factor: float, original: int) -> 
     wavelength = 2 * math.pi / frequency
     smooth = (original / wavelength - 1.0) / (4.0 - 1.0)
     between = 1.0 / ((1 - smooth) / factor + smooth)
-    return np.where(wavelength < original / 4.0, 1.0, np.where(wavelength > original, factor, between)).astype(np.float32)
+    return np.where(wavelength < original / 4.0, 1.0, np.where(wavelength > original, factor, between)).astype(
+        np.float32
+    )
 
 
 def unpermute(heads: int, head_dim: int) -> NDArray[np.intp]:

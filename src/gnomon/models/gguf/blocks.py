@@ -8,8 +8,9 @@ A block holds 32 weights of one row. Its affine reading `w = scale * q + bias` h
     Q5_1  f16 d, f16 m, u32, nibbles      scale d, bias m
     Q8_0  f16 d, 32 signed bytes          scale d, bias -128 d, q stored + 128
 
-Nibble byte j carries weight j in its low half and weight j + 16 in its high half. The biases are powers of two times d, so they are exact in
-f16 unless they overflow, which is refused. (Layouts: ggml-common.h of the ggml project.)
+Nibble byte j carries weight j in its low half and weight j + 16 in its high half. Scales and biases are widened to f32, because MLX
+dequantises in their type: in f16 `scale * q + bias` rounds twice, in f32 it gives ggml's numbers to the bit. (Layouts: ggml-common.h of
+the ggml project.)
 """
 
 from __future__ import annotations
@@ -21,8 +22,6 @@ import numpy as np
 from gguf.constants import GGMLQuantizationType as Kind
 from numpy.typing import NDArray
 
-from gnomon.models.gguf.errors import UnsupportedGGUF
-
 Bytes = NDArray[np.uint8]
 GROUP: Final = 32
 AFFINE_BITS: Final[dict[Kind, int]] = {Kind.Q4_0: 4, Kind.Q4_1: 4, Kind.Q5_0: 5, Kind.Q5_1: 5, Kind.Q8_0: 8}
@@ -32,16 +31,12 @@ _HAS_HIGH_BITS: Final = (Kind.Q5_0, Kind.Q5_1)
 
 @dataclass(frozen=True, slots=True)
 class Affine:
-    """Rows of a matrix as MLX stores them: `weight` u32 [rows, cols * bits / 32], `scales` and `biases` f16 [rows, cols / 32]."""
+    """Rows of a matrix as MLX stores them: `weight` u32 [rows, cols * bits / 32], `scales` and `biases` f32 [rows, cols / 32]."""
 
     weight: NDArray[np.uint32]
-    scales: NDArray[np.float16]
-    biases: NDArray[np.float16]
+    scales: NDArray[np.float32]
+    biases: NDArray[np.float32]
     bits: int
-
-    def rows(self, order: NDArray[np.intp]) -> Affine:
-        """The same matrix with its rows taken in `order`."""
-        return Affine(self.weight[order], self.scales[order], self.biases[order], self.bits)
 
 
 def pack(codes: Bytes, bits: int) -> NDArray[np.uint32]:
@@ -60,33 +55,32 @@ def pack(codes: Bytes, bits: int) -> NDArray[np.uint32]:
 
 
 def affine(data: Bytes, kind: Kind) -> Affine:
-    """Repack rows of raw blocks, u8 [rows, bytes per row], of one of `AFFINE_BITS`'s kinds.
-
-    Raises `UnsupportedGGUF` when a bias leaves f16's range (it never does in files made from trained models).
-    """
+    """Repack rows of raw blocks, u8 [rows, bytes per row], of one of `AFFINE_BITS`'s kinds."""
     bits = AFFINE_BITS[kind]
     size = 2 + 2 * (kind in _HAS_MINIMUM) + 4 * (kind in _HAS_HIGH_BITS) + (32 if bits == 8 else 16)
     rows = data.shape[0]
     blocks = np.ascontiguousarray(data).reshape(rows, -1, size)
-    scales = np.ascontiguousarray(blocks[:, :, :2]).view(np.float16)[:, :, 0]
+    scales = _halves(blocks[:, :, :2])
     at = 2
     if kind in _HAS_MINIMUM:
-        biases = np.ascontiguousarray(blocks[:, :, 2:4]).view(np.float16)[:, :, 0]
+        biases = _halves(blocks[:, :, 2:4])
         at = 4
     else:
-        with np.errstate(over="ignore"):
-            biases = scales * np.float16(-(1 << (bits - 1)))
-        if not np.isfinite(biases[np.isfinite(scales)]).all():
-            raise UnsupportedGGUF(f"{kind.name}: the largest scale {np.abs(scales).max()} overflows float16 as an affine bias")
+        biases = scales * np.float32(-(1 << (bits - 1)))
+    codes: Bytes
     if bits == 8:
-        codes = np.ascontiguousarray(blocks[:, :, at:]) ^ np.uint8(0x80)
+        codes = np.asarray(blocks[:, :, at:] ^ 0x80, np.uint8)
     else:
         nibbles = blocks[:, :, -16:]
-        codes = np.concatenate([nibbles & 15, nibbles >> 4], axis=-1)
+        codes = np.concatenate([nibbles & 15, nibbles >> 4], axis=-1).astype(np.uint8)
         if bits == 5:
             high = np.unpackbits(np.ascontiguousarray(blocks[:, :, at : at + 4]), axis=-1, bitorder="little")
-            codes |= high << 4
+            codes |= (high << 4).astype(np.uint8)
     return Affine(pack(codes.reshape(rows, -1), bits), scales, biases, bits)
+
+
+def _halves(pairs: Bytes) -> NDArray[np.float32]:
+    return np.ascontiguousarray(pairs).view(np.float16)[:, :, 0].astype(np.float32)
 
 
 def to_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:

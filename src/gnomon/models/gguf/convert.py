@@ -6,11 +6,11 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final, Literal
 
 import numpy as np
 from gguf.constants import GGMLQuantizationType as Kind
@@ -24,8 +24,10 @@ from gnomon.models.gguf.errors import UnsupportedGGUF
 from gnomon.models.gguf.vocabulary import Vocabulary, write, write_json
 
 Progress = Callable[[int, int], None]
+Widened = Literal["bfloat16", "float32"]
 _PLAIN: Final = {Kind.F32: "F32", Kind.F16: "F16", Kind.BF16: "BF16"}
 _WIDTH: Final = {"F32": 4, "F16": 2, "BF16": 2, "U32": 4}
+_NAMES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _ROWS_AT_ONCE: Final = 4096
 
 
@@ -53,19 +55,29 @@ class _Output:
 
 @dataclass(slots=True)
 class _Plan:
+    dtype: str
     outputs: list[_Output] = field(default_factory=list)
     quantization: dict[str, dict[str, int | str]] = field(default_factory=dict)
     affine: int = 0
     widened: int = 0
 
 
-def convert(source: str | Path, destination: str | Path, progress: Progress | None = None) -> Converted:
+def convert(
+    source: str | Path,
+    destination: str | Path,
+    progress: Progress | None = None,
+    *,
+    widen: Widened = "bfloat16",
+    provenance: Mapping[str, Any] | None = None,
+) -> Converted:
     """Convert the GGUF file `source` into the model directory `destination`, which must not exist.
 
-    Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0 matrices keep their values as MLX affine groups of 32; every other quantised kind becomes bfloat16; f32,
-    f16 and bf16 stay. Vectors (norms, biases) are f32. `progress(done, total)` counts bytes written. An interrupted run leaves only a directory
-    beside the destination, which the next run replaces. Raises `UnsupportedGGUF` for what can't be expressed, `FileExistsError` when the
-    destination exists, `OSError` when it can't be written.
+    Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0 matrices keep their values as MLX affine groups of 32; every other quantised kind is dequantised and
+    stored as `widen` (float32 keeps its values too); f32, f16 and bf16 stay. Vectors (norms, biases) take the type in which the layers
+    compute: float32 beside affine groups, whose values no narrower type holds, else the matrices' own. `progress(done, total)` counts
+    bytes. `provenance` becomes the directory's gnomon.json. An interrupted run leaves only a directory beside the destination, which
+    the next run replaces. Raises `UnsupportedGGUF` for what can't be expressed, `FileExistsError` when the destination exists,
+    `OSError` when it can't be written.
     """
     source, destination = Path(source), Path(destination)
     if destination.exists():
@@ -73,13 +85,15 @@ def convert(source: str | Path, destination: str | Path, progress: Progress | No
     reader = _open(source)
     metadata: dict[str, Any] = {name: value.contents() for name, value in reader.fields.items()}
     name, architecture = architecture_of(metadata)
-    plan = _plan(reader.tensors, architecture, Fields(metadata, name))
+    plan = _plan(reader.tensors, architecture, Fields(metadata, name), "F32" if widen == "float32" else "BF16")
     config = _config(reader.tensors, metadata, plan)
     partial = destination.with_name(f".{destination.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     write(Vocabulary.read(metadata), partial)
     write_json(partial / "config.json", config)
+    if provenance is not None:
+        write_json(partial / "gnomon.json", {**provenance, "source": source.name, "widen": widen})
     total = sum(output.nbytes for output in plan.outputs)
     with (partial / "model.safetensors").open("wb") as file:
         _write_safetensors(file, plan.outputs, total, progress)
@@ -94,26 +108,37 @@ def _open(source: Path) -> GGUFReader:
         raise FileNotFoundError(f"there is no file {source}")
     try:
         return GGUFReader(source)
-    except (ValueError, IndexError, KeyError) as error:  # what the reader raises on bytes that aren't GGUF, and on truncated files
+    except (
+        ValueError,
+        IndexError,
+        KeyError,
+    ) as error:  # what the reader raises on bytes that aren't GGUF, and on truncated files
         raise UnsupportedGGUF(f"{source.name} is not a whole GGUF file: {error}") from error
 
 
-def _plan(tensors: list[ReaderTensor], architecture: Architecture, fields: Fields) -> _Plan:
-    plan = _Plan()
+def _compute_dtype(tensors: list[ReaderTensor], widened: str) -> str:
+    kinds = {tensor.tensor_type for tensor in tensors if len(tensor.shape) > 1}
+    stored = {_PLAIN.get(kind, widened) for kind in kinds}
+    if kinds & AFFINE_BITS.keys() or len(stored) != 1:
+        return "F32"
+    return stored.pop()
+
+
+def _plan(tensors: list[ReaderTensor], architecture: Architecture, fields: Fields, widened: str) -> _Plan:
+    plan = _Plan(_compute_dtype(tensors, widened))
     for tensor in tensors:
         if tensor.name == "rope_freqs.weight":
             continue
         name = architecture.rename(tensor.name)
         if name is None:
             raise UnsupportedGGUF(f"tensor {tensor.name} is unknown to {architecture.model_type}")
-        shape = tuple(int(size) for size in reversed(tensor.shape))
-        if len(shape) == 1:
+        if len(tensor.shape) == 1:
             offset = architecture.norm_offset if "norm" in tensor.name else 0.0
-            plan.outputs.append(_vector(tensor, name, shape, offset, _order(tensor.name, architecture, fields)))
-        elif len(shape) == 2:
-            _matrix(plan, tensor, name, shape, _order(tensor.name, architecture, fields))
+            plan.outputs.append(_vector(tensor, name, plan.dtype, offset, _order(tensor.name, architecture, fields)))
+        elif len(tensor.shape) == 2:
+            _matrix(plan, tensor, name, widened, _order(tensor.name, architecture, fields))
         else:
-            raise UnsupportedGGUF(f"tensor {tensor.name} has {len(shape)} axes; at most 2 are supported")
+            raise UnsupportedGGUF(f"tensor {tensor.name} has {len(tensor.shape)} axes; at most 2 are supported")
     plan.outputs.sort(key=lambda output: output.name)
     return plan
 
@@ -128,17 +153,23 @@ def _order(name: str, architecture: Architecture, fields: Fields) -> NDArray[np.
     return None
 
 
-def _vector(tensor: ReaderTensor, name: str, shape: tuple[int, ...], offset: float, order: NDArray[np.intp] | None) -> _Output:
+def _cast(values: NDArray[np.float32], dtype: str) -> NDArray[Any]:
+    if dtype == "BF16":
+        return to_bfloat16(values)
+    return values.astype(np.float16 if dtype == "F16" else np.float32, copy=False)
+
+
+def _vector(tensor: ReaderTensor, name: str, dtype: str, offset: float, order: NDArray[np.intp] | None) -> _Output:
     def chunks() -> Iterator[NDArray[Any]]:
         values = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
-        yield (values if order is None else values[order]) - np.float32(offset)
+        yield _cast((values if order is None else values[order]) - np.float32(offset), dtype)
 
-    return _Output(name, "F32", shape, chunks)
+    return _Output(name, dtype, (int(tensor.shape[0]),), chunks)
 
 
-def _matrix(plan: _Plan, tensor: ReaderTensor, name: str, shape: tuple[int, ...], order: NDArray[np.intp] | None) -> None:
+def _matrix(plan: _Plan, tensor: ReaderTensor, name: str, widened: str, order: NDArray[np.intp] | None) -> None:
     kind, data = tensor.tensor_type, tensor.data
-    rows, cols = shape
+    cols, rows = (int(size) for size in tensor.shape)
 
     def blocks(at: int) -> NDArray[Any]:
         stop = min(at + _ROWS_AT_ONCE, rows)
@@ -150,16 +181,30 @@ def _matrix(plan: _Plan, tensor: ReaderTensor, name: str, shape: tuple[int, ...]
         module = name.removesuffix(".weight")
         plan.outputs += [
             _Output(name, "U32", (rows, cols * bits // 32), lambda: (affine(blocks(at), kind).weight for at in starts)),
-            _Output(f"{module}.scales", "F16", (rows, cols // GROUP), lambda: (affine(blocks(at), kind).scales for at in starts)),
-            _Output(f"{module}.biases", "F16", (rows, cols // GROUP), lambda: (affine(blocks(at), kind).biases for at in starts)),
+            _Output(
+                f"{module}.scales",
+                "F32",
+                (rows, cols // GROUP),
+                lambda: (affine(blocks(at), kind).scales for at in starts),
+            ),
+            _Output(
+                f"{module}.biases",
+                "F32",
+                (rows, cols // GROUP),
+                lambda: (affine(blocks(at), kind).biases for at in starts),
+            ),
         ]
         plan.quantization[module] = {"group_size": GROUP, "bits": bits, "mode": "affine"}
         plan.affine += 1
     elif kind in _PLAIN:
-        plan.outputs.append(_Output(name, _PLAIN[kind], shape, lambda: (blocks(at) for at in starts)))
+        plan.outputs.append(_Output(name, _PLAIN[kind], (rows, cols), lambda: (blocks(at) for at in starts)))
     else:
         _check_known(tensor)
-        plan.outputs.append(_Output(name, "BF16", shape, lambda: (to_bfloat16(dequantize(blocks(at), kind)) for at in starts)))
+        plan.outputs.append(
+            _Output(
+                name, widened, (rows, cols), lambda: (_cast(dequantize(blocks(at), kind), widened) for at in starts)
+            )
+        )
         plan.widened += 1
 
 
@@ -167,7 +212,9 @@ def _check_known(tensor: ReaderTensor) -> None:
     try:
         dequantize(tensor.data[:1], tensor.tensor_type)
     except NotImplementedError as error:
-        raise UnsupportedGGUF(f"tensor {tensor.name} is {tensor.tensor_type.name}, which the gguf package can't dequantise") from error
+        raise UnsupportedGGUF(
+            f"tensor {tensor.name} is {tensor.tensor_type.name}, which the gguf package can't dequantise"
+        ) from error
 
 
 def _config(tensors: list[ReaderTensor], metadata: dict[str, Any], plan: _Plan) -> dict[str, Any]:
@@ -182,6 +229,7 @@ def _config(tensors: list[ReaderTensor], metadata: dict[str, Any], plan: _Plan) 
         config["bos_token_id"] = int(bos)
     if ids := vocabulary.eos_ids:
         config["eos_token_id"] = ids[0] if len(ids) == 1 else ids
+    config["torch_dtype"] = _NAMES[plan.dtype]
     if plan.quantization:
         bits = [int(entry["bits"]) for entry in plan.quantization.values()]
         default = {"group_size": GROUP, "bits": max(set(bits), key=bits.count), "mode": "affine"}
@@ -204,7 +252,9 @@ def _write_safetensors(file: BinaryIO, outputs: list[_Output], total: int, progr
         for chunk in output.chunks():
             file.write(np.ascontiguousarray(chunk).data)
         if file.tell() - before != output.nbytes:
-            raise UnsupportedGGUF(f"tensor {output.name} has {file.tell() - before} bytes where its shape needs {output.nbytes}")
+            raise UnsupportedGGUF(
+                f"tensor {output.name} has {file.tell() - before} bytes where its shape needs {output.nbytes}"
+            )
         done += output.nbytes
         if progress is not None:
             progress(done, total)

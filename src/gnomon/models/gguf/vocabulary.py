@@ -15,9 +15,7 @@ from gnomon.models.gguf.errors import UnsupportedGGUF
 
 Metadata = Mapping[str, Any]
 
-_LLAMA3: Final = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+_LLAMA3: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _QWEN2: Final = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 # llama.cpp's fallback for files that name no pre-tokenizer (unicode regexes applied one after another).
 _DEFAULT: Final = (
@@ -80,7 +78,11 @@ class Vocabulary:
     def eos_ids(self) -> list[int]:
         """Ids that end a generation: eos, eot, and control tokens known to end a turn; eos first."""
         ids = [int(value) for name in ("eos_token_id", "eot_token_id") if (value := self.get(name)) is not None]
-        ids += [index for index, token in enumerate(self.tokens) if token in _TURN_ENDS and self.types[index] == TokenType.CONTROL]
+        ids += [
+            index
+            for index, token in enumerate(self.tokens)
+            if token in _TURN_ENDS and self.types[index] == TokenType.CONTROL
+        ]
         return list(dict.fromkeys(ids))
 
 
@@ -175,11 +177,16 @@ def _surround(tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
 def _byte_level(vocabulary: Vocabulary) -> Tokenizer:
     name = vocabulary.get("pre", "default")
     if name not in PRE_TOKENIZERS:
-        raise UnsupportedGGUF(f"tokenizer.ggml.pre {name!r} is not supported; supported: {', '.join(sorted(PRE_TOKENIZERS))}")
+        raise UnsupportedGGUF(
+            f"tokenizer.ggml.pre {name!r} is not supported; supported: {', '.join(sorted(PRE_TOKENIZERS))}"
+        )
     kind = PRE_TOKENIZERS[name]
     merges = [tuple(merge.split(" ", 1)) for merge in vocabulary.get("merges", ())]
     vocab = {token: index for index, token in enumerate(vocabulary.tokens)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=kind == "llama-bpe"))
+    try:
+        tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=kind == "llama-bpe"))
+    except Exception as error:
+        raise UnsupportedGGUF(f"tokenizer.ggml.merges doesn't go with the tokens: {error}") from error
     if kind == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
     bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -187,7 +194,10 @@ def _byte_level(vocabulary: Vocabulary) -> Tokenizer:
     if kind == "gpt-2":
         splits = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
     elif kind == "smollm":
-        splits = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
+        splits = [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
     else:
         patterns = {"llama-bpe": (_LLAMA3,), "qwen2": (_QWEN2,), "default": _DEFAULT}[kind]
         splits = [*(pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns), bytes_only]
@@ -205,7 +215,9 @@ def _sentencepiece(vocabulary: Vocabulary) -> Tokenizer:
     unknown = vocabulary.token("unknown")
     prefixed = bool(vocabulary.get("add_space_prefix", True))
     tokenizer = Tokenizer(
-        models.BPE(vocab=vocab, merges=_merges(vocabulary, vocab, scores), unk_token=unknown, fuse_unk=True, byte_fallback=True)
+        models.BPE(
+            vocab=vocab, merges=_merges(vocabulary, vocab, scores), unk_token=unknown, fuse_unk=True, byte_fallback=True
+        )
     )
     replace = normalizers.Replace(" ", "▁")
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), replace]) if prefixed else replace

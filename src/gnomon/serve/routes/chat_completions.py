@@ -19,7 +19,7 @@ from gnomon.engine import api
 from gnomon.serve.body import parse, read_body, until_disconnect
 from gnomon.serve.errors import APIError, internal, invalid
 from gnomon.serve.generation import Generation, Piece
-from gnomon.serve.prepare import Job, room, tier
+from gnomon.serve.prepare import Job, tier
 from gnomon.serve.schema import json_body
 from gnomon.serve.services import FINGERPRINT, Services, services_of
 from gnomon.serve.sse import DONE, PING, EventSourceResponse, frame
@@ -64,7 +64,7 @@ def prepare(body: bytes, services: Services, trace_id: str) -> ChatJob:
         id=name,
         prompt=tuple(rendered.ids),
         sampling=request.sampling(services.sampling, model.vocab_size, logprobs, rendered.thinking),
-        max_tokens=room(services, len(rendered.ids), request.cap, "messages"),
+        max_tokens=request.cap or services.sampling.max_tokens,
         stop=stop,
         ignore_eos=bool(request.ignore_eos),
         n=request.n or 1,
@@ -92,7 +92,7 @@ async def create(request: Request, services: Annotated[Services, Depends(service
 async def answer(body: bytes, services: Services, trace_id: str) -> Response:
     prepared = await services.preparation.run(lambda: prepare(body, services, trace_id))
     job = prepared.job
-    generation = Generation(services, "chat", job.requests, prepared.splitter)
+    generation = Generation(services, "chat", job.requests, "messages", prepared.splitter)
     if job.stream:
         return EventSourceResponse(
             frames(generation, prepared, services), generation.close, services.timing.write, job.headers()
@@ -125,7 +125,7 @@ async def complete(generation: Generation, prepared: ChatJob, services: Services
             }
             for index, pieces in enumerate(made)
         ],
-        "usage": usage_body(generation.usages, generation.reasoning_tokens),
+        "usage": usage_body(generation.usages, prepared.job.tier, generation.reasoning_tokens),
     }
 
 
@@ -157,7 +157,7 @@ async def frames(generation: Generation, prepared: ChatJob, services: Services) 
                 yield b"".join(frame(chunk) for piece in pieces for chunk in _chunks(prepared, services, piece))
         if prepared.job.usage:
             last = _chunk(prepared, services, None, {})
-            last["usage"] = usage_body(generation.usages, generation.reasoning_tokens)
+            last["usage"] = usage_body(generation.usages, prepared.job.tier, generation.reasoning_tokens)
             yield frame(last)
         yield DONE
     except APIError as error:

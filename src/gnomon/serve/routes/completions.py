@@ -18,7 +18,7 @@ from gnomon.engine.api import TokenLogprob
 from gnomon.serve.body import parse, read_body, until_disconnect
 from gnomon.serve.errors import APIError, internal
 from gnomon.serve.generation import Generation, Piece
-from gnomon.serve.prepare import Job, check_ids, room, tier
+from gnomon.serve.prepare import Job, check_ids, tier
 from gnomon.serve.schema import json_body
 from gnomon.serve.services import FINGERPRINT, Services, services_of
 from gnomon.serve.sse import DONE, PING, EventSourceResponse, frame
@@ -62,7 +62,7 @@ def prepare(body: bytes, services: Services, trace_id: str) -> CompletionJob:
                 id=name if len(prompts) == 1 else f"{name}-{index}",
                 prompt=ids,
                 sampling=sampling,
-                max_tokens=room(services, len(ids), request.max_tokens, param),
+                max_tokens=request.max_tokens or services.sampling.max_tokens,
                 stop=stop,
                 ignore_eos=bool(request.ignore_eos),
                 n=request.n or 1,
@@ -90,7 +90,7 @@ async def create(request: Request, services: Annotated[Services, Depends(service
 async def answer(body: bytes, services: Services, trace_id: str) -> Response:
     prepared = await services.preparation.run(lambda: prepare(body, services, trace_id))
     job = prepared.job
-    generation = Generation(services, "completions", job.requests)
+    generation = Generation(services, "completions", job.requests, "prompt")
     if job.stream:
         return EventSourceResponse(
             frames(generation, prepared, services), generation.close, services.timing.write, job.headers()
@@ -99,7 +99,8 @@ async def answer(body: bytes, services: Services, trace_id: str) -> Response:
         completion = await complete(generation, prepared, services)
     finally:
         generation.close()
-    return JSONResponse(completion, headers=job.headers(weakest([usage.tier for usage in generation.usages])))
+    tiers = [job.tier, *(usage.tier for usage in generation.usages)]
+    return JSONResponse(completion, headers=job.headers(weakest(tiers)))
 
 
 async def complete(generation: Generation, prepared: CompletionJob, services: Services) -> Completion:
@@ -109,7 +110,7 @@ async def complete(generation: Generation, prepared: CompletionJob, services: Se
         for piece in pieces or ():
             made[piece.index].append(piece)
     completion = _completion(prepared, services)
-    completion["usage"] = usage_body(generation.usages)
+    completion["usage"] = usage_body(generation.usages, prepared.job.tier)
     completion["choices"] = [
         {
             "index": index,
@@ -133,7 +134,7 @@ async def frames(generation: Generation, prepared: CompletionJob, services: Serv
                 yield b"".join(frame(_chunk(prepared, services, piece, offsets)) for piece in pieces)
         if prepared.job.usage:
             last = _completion(prepared, services)
-            last["usage"] = usage_body(generation.usages)
+            last["usage"] = usage_body(generation.usages, prepared.job.tier)
             yield frame(last)
         yield DONE
     except APIError as error:

@@ -14,7 +14,7 @@ router = APIRouter()
 @router.get("/stats")
 async def stats(services: Annotated[Services, Depends(services_of)]) -> dict[str, Any]:
     """Sections as plain JSON; those of the engine come from the engine."""
-    health, preparation, metrics = services.engine.health(), services.preparation, services.metrics
+    preparation, metrics = services.preparation, services.metrics
     return {
         "server": {
             "owner": services.owner,
@@ -22,7 +22,6 @@ async def stats(services: Annotated[Services, Depends(services_of)]) -> dict[str
             "started_at": int(services.started_at),
         },
         **services.engine.stats(),
-        "engine": {"state": health.state, "beat_age_ms": round(health.beat_age * 1e3, 3), "message": health.message},
         "generations": {"open": metrics.open, **metrics.counts},
         "preparation": {
             "running": preparation.running,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, NotRequired, TypedDict, cast
+from typing import Annotated, Any, Literal, NotRequired, cast
 
 from pydantic import WithJsonSchema
+from typing_extensions import TypedDict
 
 from gnomon.serve.errors import invalid, show
 from gnomon.serve.wire.logprobs import LegacyLogprobs, MLXLogprobs

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NotRequired, TypedDict
+from typing import NotRequired
+
+from typing_extensions import TypedDict
 
 from gnomon.engine.api import Usage
 
@@ -36,8 +38,11 @@ def weakest(tiers: Sequence[str]) -> str:
     return max(tiers, key=_TIERS.index)
 
 
-def usage_body(usages: Sequence[Usage], reasoning_tokens: int | None = None) -> UsageBody:
-    """The usage of the requests behind one response, summed. `reasoning_tokens` None leaves the details out."""
+def usage_body(usages: Sequence[Usage], tier: str, reasoning_tokens: int | None = None) -> UsageBody:
+    """The usage of the requests behind one response, summed.
+
+    `tier` is what the request's fields allow at best; `reasoning_tokens` None leaves the details out.
+    """
     prompt = sum(usage.prompt_tokens for usage in usages)
     completion = sum(usage.completion_tokens for usage in usages)
     body: UsageBody = {
@@ -46,7 +51,7 @@ def usage_body(usages: Sequence[Usage], reasoning_tokens: int | None = None) -> 
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in usages)},
         "lane": "batched" if any(usage.lane == "batched" for usage in usages) else "serial",
-        "tier": weakest([usage.tier for usage in usages]),
+        "tier": weakest([tier, *(usage.tier for usage in usages)]),
     }
     if reasoning_tokens is not None:
         body["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}

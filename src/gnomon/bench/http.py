@@ -1,0 +1,308 @@
+"""Servers as arms: a child process per server, measured through its streaming completions route as any client would."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import httpx
+import psutil
+
+from gnomon.bench.environment import child_environment
+from gnomon.bench.provenance import machine, sha256_text
+from gnomon.bench.schema import Arm, Work
+from gnomon.bench.workload import ArmFailed, ArmTimedOut, Measurement, Workload
+
+START_TIMEOUT = 300.0
+POLL_SECONDS = 0.02
+MEMORY_SECONDS = 0.05
+REUSED_SHARE = 0.1
+"""A prompt of which a cache supplied more than this share is no cold one."""
+
+
+@dataclass(slots=True)
+class Streamed:
+    """One streamed completion: instants in seconds of `perf_counter`, counts from usage, the text, and why it ended."""
+
+    begun: float
+    headers: float = 0.0
+    first_byte: float = 0.0
+    first_event: float = 0.0
+    outputs: list[float] = field(default_factory=list[float])
+    ended: float = 0.0
+    text: str = ""
+    finish: str | None = None
+    done: bool = False
+    usage: dict[str, Any] | None = None
+
+    def event(self, data: str) -> None:
+        """Take the data of one server-sent event. Raises `ArmFailed` if it reports an error or is no JSON."""
+        now = time.perf_counter()
+        if data == "[DONE]":
+            self.done = True
+            return
+        self.first_event = self.first_event or now
+        try:
+            chunk: dict[str, Any] = json.loads(data)
+        except ValueError as error:
+            raise ArmFailed(f"an event is no JSON: {data[:200]}") from error
+        if "error" in chunk:
+            raise ArmFailed(f"the stream ended with an error: {chunk['error']}")
+        for choice in chunk.get("choices", []):
+            if choice.get("text"):
+                self.text += choice["text"]
+                self.outputs.append(now)
+            if choice.get("finish_reason") is not None:
+                self.finish = choice["finish_reason"]
+                self.ended = now
+        self.usage = chunk.get("usage") or self.usage
+
+    def check(self) -> None:
+        """Raise `ArmFailed` for a stream that lacks usage, finish reason, end marker or text: none of its numbers would mean anything."""
+        missing = {
+            "usage": self.usage is None,
+            "a finish reason": self.finish is None,
+            "the end marker": not self.done,
+            "text": not self.outputs,
+        }
+        lacking = [name for name, absent in missing.items() if absent]
+        if lacking:
+            raise ArmFailed(f"the stream lacks {' and '.join(lacking)}")
+
+    @property
+    def completion_tokens(self) -> int:
+        return int((self.usage or {})["completion_tokens"])
+
+    @property
+    def prompt_tokens(self) -> int:
+        return int((self.usage or {})["prompt_tokens"])
+
+    @property
+    def cached_tokens(self) -> int:
+        return int(((self.usage or {}).get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
+
+
+def stream_completion(client: httpx.Client, prompt: str, tokens: int, begun: float | None = None) -> Streamed:
+    """Stream a greedy completion of a text prompt. Raises `ArmFailed` for any status but 200 or a broken stream."""
+    body = {
+        "prompt": prompt,
+        "max_tokens": tokens,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    found = Streamed(time.perf_counter() if begun is None else begun)
+    try:
+        with client.stream("POST", "/v1/completions", json=body) as response:
+            found.headers = time.perf_counter()
+            if response.status_code != 200:
+                raise ArmFailed(f"status {response.status_code}: {response.read().decode(errors='replace')[:300]}")
+            rest = b""
+            for data in response.iter_raw():
+                found.first_byte = found.first_byte or time.perf_counter()
+                *lines, rest = (rest + data).split(b"\n")
+                for line in lines:
+                    if line.startswith(b"data:"):
+                        found.event(line[5:].strip().decode())
+    except httpx.TimeoutException as error:
+        raise ArmTimedOut(f"no data for too long: {type(error).__name__}") from error
+    except httpx.HTTPError as error:
+        raise ArmFailed(f"{type(error).__name__}: {error}") from error
+    found.check()
+    return found
+
+
+def resident_bytes(pid: int) -> int:
+    """Resident memory of a process and its descendants, added up: pages they share count more than once. 0 once it is gone."""
+    try:
+        process = psutil.Process(pid)
+        family = [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return 0
+    total = 0
+    for member in family:
+        try:
+            total += member.memory_info().rss
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return total
+
+
+class MemoryWatch:
+    """Samples the resident memory of a process tree every 50 ms while in use; `peak` is the largest seen, in bytes."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self.peak = resident_bytes(pid)
+
+    def _run(self) -> None:
+        while not self._stop.wait(MEMORY_SECONDS):
+            self.peak = max(self.peak, resident_bytes(self._pid))
+
+    def __enter__(self) -> MemoryWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self.peak = max(self.peak, resident_bytes(self._pid))
+
+
+def free_port() -> int:
+    """A TCP port that was free a moment ago."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+class ServerContender:
+    """A server in a child process. `command(port)` is its command line; it must serve `/v1/models` and `/v1/completions`.
+
+    `stream:NxT` cells send N requests at once; `start:T` cells start the server anew and count from the start of its process.
+    """
+
+    def __init__(self, arm: Arm, command: Callable[[int], Sequence[str]], model_sha256: str | None = None) -> None:
+        self.arm = arm
+        self._command = command
+        self._sha = model_sha256
+        self._child: subprocess.Popen[bytes] | None = None
+        self._client: httpx.Client | None = None
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  (it lives as long as the contender)
+        self._spawned = 0.0
+        self._ready = 0.0
+
+    def start(self) -> None:
+        """Start the server and wait until it lists its models."""
+        if self._child is not None and self._child.poll() is None:
+            return
+        self.stop()
+        port = free_port()
+        self._log.seek(0)
+        self._log.truncate()
+        self._spawned = time.perf_counter()
+        self._child = subprocess.Popen(
+            list(self._command(port)),
+            env=child_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+        )
+        self._client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30, trust_env=False)
+        deadline = self._spawned + START_TIMEOUT
+        while True:
+            if self._child.poll() is not None:
+                raise ArmFailed(f"the server ended with exit status {self._child.returncode}: {self._tail()}")
+            with suppress(httpx.TransportError):
+                if self._client.get("/v1/models").status_code == 200:
+                    break
+            if time.perf_counter() > deadline:
+                raise ArmTimedOut(f"the server wasn't ready within {START_TIMEOUT:.0f} s: {self._tail()}")
+            time.sleep(POLL_SECONDS)
+        self._ready = time.perf_counter()
+
+    def measure(self, workload: Workload) -> Measurement:
+        """Measure one cell through HTTP."""
+        if workload.cell.task == "start":
+            self.stop()
+            self.start()
+        child, client = self._child, self._client
+        if child is None or client is None:
+            raise ArmFailed("the server isn't running")
+        cell = workload.cell
+        client.timeout = httpx.Timeout(workload.timeout)
+        prompts = [workload.text(row) for row in range(cell.rows)]
+        with MemoryWatch(child.pid) as memory, ThreadPoolExecutor(cell.rows) as pool:
+            begun = time.perf_counter()
+            found = list(pool.map(lambda prompt: stream_completion(client, prompt, cell.output_tokens), prompts))
+        metrics = self._metrics(workload, found, begun)
+        metrics["peak_resident_bytes"] = float(memory.peak)
+        metrics["resident_bytes"] = float(resident_bytes(child.pid))
+        prompt_tokens, cached = sum(s.prompt_tokens for s in found), sum(s.cached_tokens for s in found)
+        work = Work(
+            task=cell.task,
+            model=self._sha,
+            prompt=sha256_text("\n".join(prompts)),
+            prompt_tokens=prompt_tokens,
+            output_tokens=sum(s.completion_tokens for s in found),
+            concurrency=cell.rows,
+            cache="cold" if cached <= REUSED_SHARE * prompt_tokens else f"{cached} tokens reused",
+            machine=machine(),
+        )
+        text = sha256_text("\n".join(s.text for s in found))
+        return Measurement(metrics, work, {"text_sha256": text, "cached_tokens": cached})
+
+    def _metrics(self, workload: Workload, found: Sequence[Streamed], begun: float) -> dict[str, float]:
+        firsts = [s.outputs[0] - s.begun for s in found]
+        end = max(s.ended for s in found)
+        if workload.cell.task == "start":
+            return {
+                "ready_seconds": self._ready - self._spawned,
+                "first_answer_seconds": found[0].outputs[0] - self._spawned,
+                "total_seconds": end - self._spawned,
+            }
+        if workload.cell.rows > 1:
+            return {
+                "aggregate_tokens_per_second": sum(s.completion_tokens for s in found) / (end - begun),
+                "first_output_median_seconds": median(firsts),
+                "first_output_max_seconds": max(firsts),
+                "total_seconds": end - begun,
+            }
+        one = found[0]
+        metrics = {
+            "headers_seconds": one.headers - one.begun,
+            "first_byte_seconds": one.first_byte - one.begun,
+            "first_event_seconds": one.first_event - one.begun,
+            "first_output_seconds": firsts[0],
+            "total_seconds": end - one.begun,
+        }
+        if one.completion_tokens > 1 and one.ended > one.outputs[0]:
+            metrics["decode_tokens_per_second"] = (one.completion_tokens - 1) / (one.ended - one.outputs[0])
+            gaps = [b - a for a, b in pairwise(one.outputs)]
+            metrics["longest_gap_seconds"] = max(gaps, default=0.0)
+        return metrics
+
+    def stop(self) -> None:
+        """End the server: SIGTERM, and SIGKILL if it is still there ten seconds later."""
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
+        child, self._child = self._child, None
+        if child is None:
+            return
+        child.terminate()
+        try:
+            child.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+
+    def _tail(self) -> str:
+        self._log.seek(0)
+        lines = self._log.read().decode(errors="replace").strip().splitlines()
+        return lines[-1][:300] if lines else "no output"
+
+
+def gnomon_command(model: Path, *flags: str) -> Callable[[int], list[str]]:
+    """Command line of Gnomon's server of `model`, by port."""
+    return lambda port: [sys.executable, "-m", "gnomon.cli.main", "serve", str(model), "--port", str(port), *flags]
+
+
+def mlx_lm_command(model: Path, *flags: str) -> Callable[[int], list[str]]:
+    """Command line of mlx-lm's server of `model`, by port."""
+    return lambda port: [sys.executable, "-m", "mlx_lm.server", "--model", str(model), "--port", str(port), *flags]

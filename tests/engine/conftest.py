@@ -1,0 +1,3 @@
+from engine_fixtures import engine
+
+__all__ = ["engine"]

@@ -1,0 +1,309 @@
+"""A scripted engine behind the real interface, a byte tokenizer, and ways to run the application over them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, TypeVar
+
+from fastapi import FastAPI
+
+from gnomon.chat.template import ChatTemplate
+from gnomon.config import HTTPConfig, SamplingDefaults
+from gnomon.engine.api import (
+    ChoiceFinished,
+    Delta,
+    Engine,
+    EngineError,
+    EngineUnavailable,
+    Failed,
+    Finished,
+    FinishReason,
+    Health,
+    ModelInfo,
+    Progress,
+    QueueFull,
+    Request,
+    Sink,
+    TokenLogprob,
+    TopLogprob,
+    Usage,
+)
+from gnomon.serve.app import create_app
+from gnomon.serve.server import Server, address_of, bind
+from gnomon.serve.services import Timing
+
+MODEL = "tests/fake-model"
+KEY = "sk-test"
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>"
+    "{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}[{{ c.function.name }} {{ c.function.arguments | tojson }}]{% endfor %}{{ '\\n' }}{% endfor %}"
+    "{% if tools %}<tools>{{ tools | tojson }}{{ '\\n' }}{% endif %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+THINKING = (
+    TEMPLATE.replace("{% if add_generation_prompt %}<assistant>{% endif %}", "")
+    + "{% if add_generation_prompt %}<assistant>{% if enable_thinking is defined and enable_thinking %}<think>\n"
+    "{% else %}<think></think>{% endif %}{% endif %}"
+)
+
+
+class ByteTokenizer:
+    """Ids 0 to 255 are bytes, 256 begins a sequence."""
+
+    vocab_size = 257
+    special_tokens: Mapping[str, str] = {"bos_token": "<s>"}
+
+    def __init__(self, chat_template: str | None = TEMPLATE) -> None:
+        self.chat_templates: Mapping[str, str] = {} if chat_template is None else {"default": chat_template}
+
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        return [256] * special + list(text.encode())
+
+    def piece(self, token: int) -> str:
+        return f"<0x{token:02X}>"
+
+    def token_id(self, piece: str) -> int | None:
+        return 256 if piece == "<s>" else None
+
+
+def logprob(text: str, value: float, *top: tuple[str, float]) -> TokenLogprob:
+    """A one-byte token and its alternatives."""
+    others = tuple(TopLogprob(ord(t), t, p, t.encode()) for t, p in top)
+    return TokenLogprob(ord(text[0]), text, value, text.encode(), others)
+
+
+@dataclass
+class Job:
+    """A submitted request, in the hands of the test or a script."""
+
+    request: Request
+    sink: Sink
+    engine: FakeEngine
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    done: threading.Event = field(default_factory=threading.Event)
+    tokens: int = 0
+    ended: set[int] = field(default_factory=set)
+    lock: threading.RLock = field(default_factory=threading.RLock)
+
+    @property
+    def text(self) -> str:
+        return bytes(i for i in self.request.prompt if i < 256).decode()
+
+    def progress(self, processed: int) -> None:
+        self.sink(Progress(self.request.id, processed, len(self.request.prompt)))
+
+    def delta(self, text: str, index: int = 0, *logprobs: TokenLogprob, tokens: int | None = None) -> None:
+        count = len(text) if tokens is None else tokens
+        self.tokens += count
+        self.sink(Delta(self.request.id, index, text, tuple(range(count)), logprobs))
+
+    def finish(self, reason: FinishReason = "stop", index: int = 0, stop: str | None = None) -> None:
+        self.ended.add(index)
+        self.sink(ChoiceFinished(self.request.id, index, reason, stop))
+
+    def end(self, **usage: Any) -> None:
+        with self.lock:
+            if not self.done.is_set():
+                self.done.set()
+                made = Usage(len(self.request.prompt), self.tokens, **usage)
+                self.engine.forget(self)
+                self.sink(Finished(self.request.id, made))
+
+    def fail(self, message: str, code: str = "engine_error", fatal: bool = False) -> None:
+        with self.lock:
+            if not self.done.is_set():
+                self.done.set()
+                self.engine.forget(self)
+                self.sink(Failed(self.request.id, message, code, fatal))
+
+    def cancel(self) -> None:
+        with self.lock:
+            if not self.done.is_set():
+                self.cancelled.set()
+                for index in range(self.request.n):
+                    if index not in self.ended:
+                        self.finish("cancelled", index)
+                self.end()
+
+    def say(self, text: str, reason: FinishReason = "stop") -> None:
+        """Every choice: the text a character at a time, then the end."""
+        for index in range(self.request.n):
+            for character in text:
+                self.delta(character, index)
+            self.finish(reason, index)
+        self.end()
+
+
+Script = Callable[[Job], None]
+
+
+def hello(job: Job) -> None:
+    job.say("Hello")
+
+
+class FakeEngine:
+    """Runs `script` on a thread for each request; without one, requests wait for the test to `take` them."""
+
+    def __init__(self, script: Script | None = hello, **model: Any) -> None:
+        info = ModelInfo(MODEL, "/nowhere", "llama", 512, 257, (256,), 1000, 1_700_000_000)
+        self.model = replace(info, **model)
+        self.script = script
+        self.refusal: EngineError | None = None
+        self.state = Health("ok")
+        self.sections: dict[str, Any] = {"batch": {"configured": 8, "mode": "batch", "active_rows": 0}}
+        self.submitted: list[Request] = []
+        self.open: dict[str, Job] = {}
+        self.stopped = threading.Event()
+        self.draining = threading.Event()
+        self._taken: queue.Queue[Job] = queue.Queue()
+        self._idle = threading.Condition()
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+        if self.draining.is_set():
+            raise EngineUnavailable("the engine is draining")
+        job = Job(request, sink, self)
+        with self._idle:
+            self.submitted.append(request)
+            self.open[request.id] = job
+        if self.script is None:
+            self._taken.put(job)
+        else:
+            threading.Thread(target=self.script, args=(job,), daemon=True).start()
+
+    def take(self) -> Job:
+        """The next request that was submitted."""
+        return self._taken.get(timeout=20)
+
+    def forget(self, job: Job) -> None:
+        with self._idle:
+            self.open.pop(job.request.id, None)
+            self._idle.notify_all()
+
+    def cancel(self, request_id: str) -> None:
+        job = self.open.get(request_id)
+        if job is not None:
+            job.cancel()
+
+    def health(self) -> Health:
+        return self.state
+
+    def stats(self) -> Mapping[str, Any]:
+        return self.sections
+
+    def drain(self, timeout: float) -> bool:
+        self.draining.set()
+        with self._idle:
+            return self._idle.wait_for(lambda: not self.open or self.stopped.is_set(), timeout) and not self.open
+
+    def stop(self) -> None:
+        self.draining.set()
+        self.stopped.set()
+        for job in list(self.open.values()):
+            job.fail("the server is shutting down", "shutting_down")
+        self.state = Health("stopped")
+
+
+def make_app(
+    engine: FakeEngine | None = None,
+    *,
+    template: str | None = TEMPLATE,
+    http: HTTPConfig | None = None,
+    sampling: SamplingDefaults | None = None,
+    timing: Timing | None = None,
+) -> FastAPI:
+    tokenizer = ByteTokenizer(template)
+    return create_app(
+        engine or FakeEngine(),
+        tokenizer,
+        ChatTemplate(tokenizer),
+        http or HTTPConfig(),
+        sampling or SamplingDefaults(),
+        timing=timing,
+    )
+
+
+E = TypeVar("E", bound=Engine)
+
+
+@dataclass
+class Live(Generic[E]):
+    """A server on a real socket."""
+
+    url: str
+    port: int
+    engine: E
+    app: FastAPI
+    server: Server
+
+
+@contextlib.contextmanager
+def serving(app: FastAPI, engine: E, http: HTTPConfig) -> Iterator[Live[E]]:
+    """Serve on a free port of the loopback, in a thread of this process. The engine is stopped at the end."""
+    http = replace(http, port=0, shutdown_timeout_ms=500)
+    bound = bind(http)
+    started = threading.Event()
+    servers: list[Server] = []
+
+    async def main() -> None:
+        servers.append(Server(app, engine, http, started.set))
+        await servers[0].serve([bound])
+
+    thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
+    thread.start()
+    assert started.wait(20)
+    try:
+        yield Live(address_of(bound), bound.getsockname()[1], engine, app, servers[0])
+    finally:
+        servers[0].should_exit = True
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+@contextlib.contextmanager
+def live_server(engine: FakeEngine, **made: Any) -> Iterator[Live[FakeEngine]]:
+    """A server over a fake engine; the rest is for `make_app`."""
+    http: HTTPConfig = made.pop("http", HTTPConfig())
+    with serving(make_app(engine, http=http, **made), engine, http) as live:
+        yield live
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    """Wait for something another thread is about to do."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never happened"
+        time.sleep(0.005)
+
+
+def full() -> QueueFull:
+    return QueueFull("the queue is full: 64 requests wait, and no more than 64 may", 3)
+
+
+def parse_stream(text: str) -> list[str]:
+    """The data of each event, comments left out; every frame must end with a blank line."""
+    assert text.endswith("\n\n")
+    data: list[str] = []
+    for block in text[:-2].split("\n\n"):
+        assert "\n" not in block
+        if not block.startswith(":"):
+            assert block.startswith("data: ")
+            data.append(block.removeprefix("data: "))
+    return data
+
+
+def user(text: str, **fields: Any) -> dict[str, Any]:
+    """A chat request of one turn."""
+    return {"messages": [{"role": "user", "content": text}], **fields}
+
+
+def prompts(engine: FakeEngine) -> Sequence[str]:
+    return [bytes(i for i in request.prompt if i < 256).decode() for request in engine.submitted]

@@ -1,0 +1,44 @@
+"""A server process over the fake engine, for tests of signals. Prints its port; the mode says how it behaves."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+
+from fake_engine import FakeEngine, Job, make_app
+
+from gnomon.config import HTTPConfig
+from gnomon.engine.api import Health
+from gnomon.serve.server import bind, serve
+
+
+def main(mode: str, timeout_ms: int) -> int:
+    def script(job: Job) -> None:
+        job.delta("A")
+        if mode == "fatal" and job.text.endswith("die\n<assistant>"):
+            engine.state = Health("failed", 0.0, "the device is gone")
+            for other in list(engine.open.values()):
+                other.fail("the device is gone", "device_lost", fatal=True)
+            return
+        if mode == "short":
+            assert engine.draining.wait(30)
+            time.sleep(0.1)
+            job.delta("B")
+            job.finish()
+            job.end()
+        elif mode == "deaf":
+            threading.Event().wait()
+
+    engine = FakeEngine(script)
+    config = HTTPConfig(port=0, shutdown_timeout_ms=timeout_ms)
+    bound = bind(config)
+
+    def ready() -> None:
+        print(bound.getsockname()[1], flush=True)
+
+    return serve(make_app(engine, http=config), engine, bound, config, ready)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], int(sys.argv[2])))
