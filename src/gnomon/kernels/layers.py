@@ -1,14 +1,14 @@
 """Layers of known models whose forward becomes a few fused kernels.
 
-A swapped layer keeps its parameters, its submodules and, outside native steps, its own forward: only its class changes, to a subclass made here.
-Inside a native step the subclass issues
+A swapped layer keeps its parameters, its submodules and, outside native steps, its own forward: only its class changes, to a subclass
+made here. Inside a native step the subclass issues
 
     heads      norm, q, k, v projections, head norms, rotation       instead of about 14 operations
     project    output projection, norm after it, residual            instead of 3
     gated_mlp  norm, gate, up, activation, down, norm, residual      instead of 8
 
-with the same bits as the unfused kernels give: every step rounds to the activations' type. A layer whose submodules are not what was swapped
-(an adapter took a projection's place, weights were replaced) falls back to its own forward.
+with the same bits as the unfused kernels give: every step rounds to the activations' type. A layer whose submodules are not what was
+swapped (an adapter took a projection's place, weights were replaced) falls back to its own forward.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import rope_utils
 from mlx_lm.models.base import scaled_dot_product_attention
-
 
 from gnomon.kernels.dispatch import thread
 from gnomon.kernels.quantized_matmul import FLOATS, why_not
@@ -67,12 +66,11 @@ class Linear:
 
     def __init__(self, layer: nn.Module, extension: ModuleType) -> None:
         self.layer = layer
-        quantised = isinstance(layer, nn.QuantizedLinear)
-        self.arrays = tuple(layer.get(name) for name in ("weight", "scales", "biases", "bias"))
-        weight, scales, biases, bias = self.arrays
-        group, bits = (layer.group_size, layer.bits) if quantised else (0, 0)
-        self.dtype: mx.Dtype = scales.dtype if quantised else weight.dtype
-        self.projection = extension.Projection(weight, scales, biases, bias, group, bits)
+        self.weight: mx.array = layer["weight"]
+        scales: mx.array | None = layer.get("scales")
+        group, bits = (0, 0) if scales is None else (layer.group_size, layer.bits)
+        self.dtype: mx.Dtype = self.weight.dtype if scales is None else scales.dtype
+        self.projection = extension.Projection(self.weight, scales, layer.get("biases"), layer.get("bias"), group, bits)
 
     @staticmethod
     def covers(layer: object) -> bool:
@@ -83,26 +81,32 @@ class Linear:
         if bias is not None and bias.dtype not in FLOATS:
             return False
         if type(layer) is nn.QuantizedLinear:
-            why = why_not(layer["weight"], layer["scales"], layer.get("biases"), layer.group_size, layer.bits, layer.mode, 2)
+            why = why_not(
+                layer["weight"], layer["scales"], layer.get("biases"), layer.group_size, layer.bits, layer.mode, 2
+            )
             return why is None and (bias is None or bias.dtype == layer["scales"].dtype)
-        return type(layer) is nn.Linear and layer["weight"].dtype in FLOATS and (bias is None or bias.dtype == layer["weight"].dtype)
+        return (
+            type(layer) is nn.Linear
+            and layer["weight"].dtype in FLOATS
+            and (bias is None or bias.dtype == layer["weight"].dtype)
+        )
 
     def current(self, layer: object) -> bool:
         """Whether `layer` still is what this was made from."""
-        return layer is self.layer and self.layer["weight"] is self.arrays[0]
+        return layer is self.layer and self.layer["weight"] is self.weight
 
 
 class Norm:
     """An RMS norm's weight, as it multiplies."""
 
-    def __init__(self, layer: nn.Module, kind: NormKind) -> None:
+    def __init__(self, layer: Any, kind: NormKind) -> None:
         self.layer = layer
         self.source: mx.array = layer["weight"]
         self.weight = self.source if kind == "plain" else 1.0 + self.source
         self.eps = float(layer.eps)
 
     @staticmethod
-    def covers(layer: object, kind: NormKind, owner: ModuleType) -> bool:
+    def covers(layer: Any, kind: NormKind, owner: ModuleType) -> bool:
         return type(layer) is (nn.RMSNorm if kind == "plain" else owner.RMSNorm) and layer["weight"].dtype in FLOATS
 
     def current(self, layer: object) -> bool:
@@ -144,7 +148,16 @@ class Attention:
     extension: ModuleType = field(repr=False)
     dtype: mx.Dtype = mx.float32
 
-    def run(self, layer: Any, x: mx.array, mask: Any, cache: Any, before: Norm | None, after: Norm | None, residual: mx.array | None) -> mx.array:
+    def run(
+        self,
+        layer: Any,
+        x: mx.array,
+        mask: Any,
+        cache: Any,
+        before: Norm | None,
+        after: Norm | None,
+        residual: mx.array | None,
+    ) -> mx.array:
         """after(o(attention(q, k, v))) + residual over before(x); raises Stale before anything is computed."""
         if not (
             self.q.current(layer.q_proj)
@@ -190,8 +203,13 @@ class MLP:
     extension: ModuleType = field(repr=False)
     dtype: mx.Dtype = mx.float32
 
+    def is_current(self, layer: Any) -> bool:
+        parts = ((self.gate, layer.gate_proj), (self.up, layer.up_proj), (self.down, layer.down_proj))
+        return all(linear.current(part) for linear, part in parts)
+
     def run(self, layer: Any, x: mx.array, before: Norm | None, after: Norm | None, residual: bool) -> mx.array:
-        if not (self.gate.current(layer.gate_proj) and self.up.current(layer.up_proj) and self.down.current(layer.down_proj)):
+        """after(down(activation(gate) * up)) over before(x), plus x if `residual`; raises Stale before anything is computed."""
+        if not self.is_current(layer):
             raise Stale
         return self.extension.gated_mlp(
             x,
@@ -217,7 +235,8 @@ class Block:
     after: bool
 
     def run(self, layer: Any, x: mx.array, mask: Any, cache: Any) -> mx.array:
-        if not all(norm.current(layer[name]) for name, norm in self.norms):
+        # The attention's run advances its cache, so whether all is current is asked first.
+        if not (all(norm.current(layer[name]) for name, norm in self.norms) and self.mlp.is_current(layer.mlp)):
             raise Stale
         norms = [norm for _, norm in self.norms]
         before_attention, before_mlp = norms[0], norms[2 if self.after else 1]
@@ -256,12 +275,10 @@ def _block_forward(own: Callable[..., mx.array]) -> Callable[..., mx.array]:
     def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         fused = self.fused
         if thread.active and x.ndim == 3 and x.dtype == fused.mlp.dtype:
-            # The attention's cache is advanced by its run, so whether all is current is asked first.
-            if fused.mlp.gate.current(self.mlp.gate_proj) and fused.mlp.up.current(self.mlp.up_proj) and fused.mlp.down.current(self.mlp.down_proj):
-                try:
-                    return fused.run(self, x, mask, cache)
-                except Stale:
-                    pass
+            try:
+                return fused.run(self, x, mask, cache)
+            except Stale:
+                pass
         return own(self, x, mask, cache)
 
     return __call__
@@ -270,11 +287,15 @@ def _block_forward(own: Callable[..., mx.array]) -> Callable[..., mx.array]:
 _classes: dict[type, type] = {}
 
 
-def _become(layer: nn.Module, fused: object, forward: Callable[[Callable[..., mx.array]], Callable[..., mx.array]]) -> None:
+def _become(
+    layer: nn.Module, fused: object, forward: Callable[[Callable[..., mx.array]], Callable[..., mx.array]]
+) -> None:
     own = type(layer)
     native = _classes.get(own)
     if native is None:
-        native = type(f"Native{own.__name__}", (own,), {"__call__": forward(own.__call__), "__module__": own.__module__})
+        native = type(
+            f"Native{own.__name__}", (own,), {"__call__": forward(own.__call__), "__module__": own.__module__}
+        )
         _classes[own] = native
     layer.__class__ = native
     object.__setattr__(layer, "fused", fused)
@@ -336,7 +357,9 @@ class NativeQuantizedEmbedding(nn.QuantizedEmbedding):
 
     def __call__(self, x: mx.array) -> mx.array:
         if thread.active:
-            return self.fused.quantized_embedding(x, self["weight"], self["scales"], self["biases"], self.group_size, self.bits)
+            return self.fused.quantized_embedding(
+                x, self["weight"], self["scales"], self["biases"], self.group_size, self.bits
+            )
         return super().__call__(x)
 
 
@@ -372,7 +395,9 @@ def swap(model: nn.Module, extension: ModuleType) -> dict[str, int]:
                 count(layer)
     for layer in modules:
         if type(layer) is nn.QuantizedEmbedding:
-            why = why_not(layer["weight"], layer["scales"], layer.get("biases"), layer.group_size, layer.bits, layer.mode, 2)
+            why = why_not(
+                layer["weight"], layer["scales"], layer.get("biases"), layer.group_size, layer.bits, layer.mode, 2
+            )
             if why is None:
                 layer.__class__ = NativeQuantizedEmbedding
                 object.__setattr__(layer, "fused", extension)
