@@ -66,6 +66,7 @@ class Linear:
 
     def __init__(self, layer: nn.Module, extension: ModuleType) -> None:
         self.layer = layer
+        self.extension = extension
         self.weight: mx.array = layer["weight"]
         scales: mx.array | None = layer.get("scales")
         group, bits = (0, 0) if scales is None else (layer.group_size, layer.bits)
@@ -363,6 +364,16 @@ class NativeQuantizedEmbedding(nn.QuantizedEmbedding):
         return super().__call__(x)
 
 
+def _linear_forward(own: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    def __call__(self: Any, x: mx.array) -> mx.array:
+        fused = self.fused
+        if thread.active and x.ndim and x.dtype == fused.dtype and fused.current(self):
+            return fused.extension.project(x, fused.projection, None, 0.0, None)
+        return own(self, x)
+
+    return __call__
+
+
 def swap(model: nn.Module, extension: ModuleType) -> dict[str, int]:
     """Swap what is known in `model`, in place, and return how many layers of each class were. Swapping again changes nothing."""
     found: dict[str, int] = {}
@@ -394,6 +405,9 @@ def swap(model: nn.Module, extension: ModuleType) -> dict[str, int]:
                 _become(layer, fused, forward)
                 count(layer)
     for layer in modules:
+        if type(layer) in (nn.Linear, nn.QuantizedLinear) and Linear.covers(layer):
+            _become(layer, Linear(layer, extension), _linear_forward)
+            count(layer)
         if type(layer) is nn.QuantizedEmbedding:
             why = why_not(
                 layer["weight"], layer["scales"], layer.get("biases"), layer.group_size, layer.bits, layer.mode, 2

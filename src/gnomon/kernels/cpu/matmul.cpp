@@ -164,6 +164,26 @@ class QuantizedMatmul : public Native {
   int group_, bits_;
 };
 
+// Pairs of a row block of x and a matrix, gathered by matrix; `make(e)` gives the product with matrix e.
+template <class F> std::vector<Product> by_expert(const uint32_t* lhs, const uint32_t* rhs, int64_t pairs, int rows, int experts, F&& make) {
+  std::vector<int> slot(experts, -1);
+  std::vector<Product> products;
+  for (int64_t i = 0; i < pairs; i++) {
+    const uint32_t e = rhs[i];
+    if (e >= static_cast<uint32_t>(experts)) throw std::out_of_range("expert index " + std::to_string(e) + " of " + std::to_string(experts));
+    if (slot[e] < 0) {
+      slot[e] = static_cast<int>(products.size());
+      products.push_back(make(static_cast<int64_t>(e)));
+    }
+    auto& p = products[slot[e]];
+    for (int r = 0; r < rows; r++) {
+      p.from.push_back(static_cast<int64_t>(lhs[i]) * rows + r);
+      p.to.push_back(i * rows + r);
+    }
+  }
+  return products;
+}
+
 class GatherQmm : public Native {
  public:
   GatherQmm(mx::Stream s, int group, int bits) : Native(s), group_(group), bits_(bits) {}
@@ -179,29 +199,53 @@ class GatherQmm : public Native {
     dispatch(stream(), [x = Rows(in[0]), w = Packed(in[1]), s = Packed(in[2]), b = Packed(in[3]), lhs = Packed(in[4]), rhs = Packed(in[5]),
                         pairs = static_cast<int64_t>(in[5].size()), m = in[0].shape(-2), experts = in[1].shape(0), n = in[1].shape(1), group = group_, bits = bits_,
                         st = type_of(in[2].dtype()), to = out.data<char>(), ot = type_of(out.dtype())]() mutable {
-      auto *li = reinterpret_cast<const uint32_t*>(lhs.data()), *ri = reinterpret_cast<const uint32_t*>(rhs.data());
-      std::vector<int> slot(experts, -1);
-      std::vector<Product> products;
-      const int64_t row_bytes = static_cast<int64_t>(x.width) * bits / 8, scale_row = static_cast<int64_t>(x.width / group) * type_size(st);
-      for (int64_t i = 0; i < pairs; i++) {
-        const uint32_t e = ri[i];
-        if (e >= static_cast<uint32_t>(experts)) throw std::out_of_range("expert index " + std::to_string(e) + " of " + std::to_string(experts));
-        if (slot[e] < 0) {
-          slot[e] = static_cast<int>(products.size());
-          products.push_back({quantised(w.data() + e * n * row_bytes, s.data() + e * n * scale_row, b.data() + e * n * scale_row, x.width, group, bits, st), n, to, ot, n});
-        }
-        auto& p = products[slot[e]];
-        for (int r = 0; r < m; r++) {
-          p.from.push_back(static_cast<int64_t>(li[i]) * m + r);
-          p.to.push_back(i * m + r);
-        }
-      }
+      const int64_t row_bytes = static_cast<int64_t>(x.width) * bits / 8, scale_row = static_cast<int64_t>(x.width / group) * static_cast<int64_t>(type_size(st));
+      auto products = by_expert(reinterpret_cast<const uint32_t*>(lhs.data()), reinterpret_cast<const uint32_t*>(rhs.data()), pairs, m, experts, [&](int64_t e) {
+        return Product{quantised(w.data() + e * n * row_bytes, s.data() + e * n * scale_row, b.data() + e * n * scale_row, x.width, group, bits, st), n, to, ot, n};
+      });
       multiply_rows(x, products);
     });
   }
 
  private:
   int group_, bits_;
+};
+
+class GatherMm : public Native {
+ public:
+  using Native::Native;
+  const char* name() const override { return "GnomonGatherMm"; }
+  bool is_equivalent(const mx::Primitive&) const override { return true; }
+  // inputs: x [..., M, K], b [E, K, N], lhs and rhs as above
+  void eval_cpu(const std::vector<mx::array>& in, mx::array& out) override {
+    allocate(out);
+    if (out.size() == 0) return;
+    const auto& b = in[1];
+    const int experts = b.shape(0), k = b.shape(1), n = b.shape(2);
+    const bool straight = b.strides(1) == 1 && b.strides(2) >= k;
+    dispatch(stream(), [x = Rows(in[0]), b, straight, lhs = Packed(in[2]), rhs = Packed(in[3]), pairs = static_cast<int64_t>(in[3].size()), m = in[0].shape(-2), experts, k, n,
+                        to = out.data<char>(), ot = type_of(out.dtype())]() mutable {
+      const Type wt = type_of(b.dtype());
+      const int64_t size = static_cast<int64_t>(type_size(wt));
+      const char* base = b.data<char>();
+      int64_t matrix = b.strides(0) * size, row_bytes = b.strides(2) * size;
+      std::vector<char> turned;
+      if (!straight) {
+        turned.resize(static_cast<size_t>(experts) * n * k * size);
+        char* p = turned.data();
+        for (int e = 0; e < experts; e++)
+          for (int j = 0; j < n; j++)
+            for (int i = 0; i < k; i++, p += size) std::memcpy(p, base + (e * b.strides(0) + i * b.strides(1) + j * b.strides(2)) * size, size);
+        base = turned.data();
+        row_bytes = k * size;
+        matrix = n * row_bytes;
+      }
+      auto products = by_expert(reinterpret_cast<const uint32_t*>(lhs.data()), reinterpret_cast<const uint32_t*>(rhs.data()), pairs, m, experts, [&](int64_t e) {
+        return Product{Weights{reinterpret_cast<const uint8_t*>(base + e * matrix), nullptr, nullptr, row_bytes, k, BLOCK, wt == F32 ? D_F32 : wt == F16 ? D_F16 : D_BF16, F32}, n, to, ot, n};
+      });
+      multiply_rows(x, products);
+    });
+  }
 };
 
 class QuantizedEmbedding : public Native {
@@ -267,18 +311,35 @@ mx::array quantized_matmul(const mx::array& x, const mx::array& w, const mx::arr
   return mx::array(std::move(shape), mx::result_type(x, scales), std::make_shared<QuantizedMatmul>(stream, group, bits), {x, w, scales, biases});
 }
 
-mx::array gather_qmm(const mx::array& x, const mx::array& w, const mx::array& scales, const mx::array& biases, const std::optional<mx::array>& lhs,
-                     const mx::array& rhs, int group, int bits, mx::StreamOrDevice s) {
-  auto stream = mx::to_stream(s);
+namespace {
+// The index arrays, broadcast against each other; rows of x stand in order without `lhs`.
+std::pair<mx::array, mx::array> pairs_of(const mx::array& x, const std::optional<mx::array>& lhs, const mx::array& rhs, mx::Stream stream) {
   mx::Shape batch(x.shape().begin(), x.shape().end() - 2);
   int count = 1;
   for (auto b : batch) count *= b;
   mx::array left = lhs ? *lhs : mx::reshape(mx::arange(count, mx::uint32, stream), batch, stream);
   auto both = mx::broadcast_arrays({mx::astype(left, mx::uint32, stream), mx::astype(rhs, mx::uint32, stream)}, stream);
-  auto shape = both[1].shape();
+  return {both[0], both[1]};
+}
+}  // namespace
+
+mx::array gather_qmm(const mx::array& x, const mx::array& w, const mx::array& scales, const mx::array& biases, const std::optional<mx::array>& lhs,
+                     const mx::array& rhs, int group, int bits, mx::StreamOrDevice s) {
+  auto stream = mx::to_stream(s);
+  auto [left, right] = pairs_of(x, lhs, rhs, stream);
+  auto shape = right.shape();
   shape.push_back(x.shape(-2));
   shape.push_back(w.shape(1));
-  return mx::array(std::move(shape), mx::result_type(x, scales), std::make_shared<GatherQmm>(stream, group, bits), {x, w, scales, biases, both[0], both[1]});
+  return mx::array(std::move(shape), mx::result_type(x, scales), std::make_shared<GatherQmm>(stream, group, bits), {x, w, scales, biases, left, right});
+}
+
+mx::array gather_mm(const mx::array& x, const mx::array& b, const std::optional<mx::array>& lhs, const mx::array& rhs, mx::StreamOrDevice s) {
+  auto stream = mx::to_stream(s);
+  auto [left, right] = pairs_of(x, lhs, rhs, stream);
+  auto shape = right.shape();
+  shape.push_back(x.shape(-2));
+  shape.push_back(b.shape(2));
+  return mx::array(std::move(shape), mx::result_type(x, b), std::make_shared<GatherMm>(stream), {x, b, left, right});
 }
 
 mx::array quantized_embedding(const mx::array& ids, const mx::array& w, const mx::array& scales, const mx::array& biases, int group, int bits, mx::StreamOrDevice s) {

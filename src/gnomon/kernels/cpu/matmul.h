@@ -9,6 +9,8 @@ mx::array quantized_matmul(const mx::array& x, const mx::array& w, const mx::arr
 // As mlx's gather_qmm with transpose: out[..., :, n] = x[lhs] @ w[rhs].T.
 mx::array gather_qmm(const mx::array& x, const mx::array& w, const mx::array& scales, const mx::array& biases, const std::optional<mx::array>& lhs,
                      const mx::array& rhs, int group, int bits, mx::StreamOrDevice s);
+// As mlx's gather_mm for b [E, K, N]; best where b is a transposed view of [E, N, K].
+mx::array gather_mm(const mx::array& x, const mx::array& b, const std::optional<mx::array>& lhs, const mx::array& rhs, mx::StreamOrDevice s);
 // Rows `ids` of an affine-quantised table.
 mx::array quantized_embedding(const mx::array& ids, const mx::array& w, const mx::array& scales, const mx::array& biases, int group, int bits, mx::StreamOrDevice s);
 // y = x @ w.T for dense w [N, K].
