@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx import nn
@@ -150,6 +151,20 @@ def test_queries_see_their_own_rows(script: list[tuple[str, int, list[int]]]) ->
             copy = batch.state.fork(n % rows)
             batch.join(Batch(copy, [list(batch.rows[n % rows])]))
         last_width = 0
+
+
+@pytest.mark.parametrize("width", range(1, 12))
+def test_windows_of_every_width_on_both_sides_of_the_wrap(width: int) -> None:
+    for length in (1, 5, 6, 8, 9, 13):
+        batch = _fresh(length, 1)
+        batch.join(_fresh(10, 100))
+        batch.join(_fresh(0, 200))
+        batch.next_number = 300
+        batch.advance(width, [width, width // 2, width])
+        if width <= SLACK + 1:
+            batch.roll_back([width, 0, width - 1])
+        batch.advance(width, [1, width, 0])
+        batch.advance(1, [1, 1, 1])
 
 
 def test_a_copy_and_its_source_go_separate_ways() -> None:
