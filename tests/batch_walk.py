@@ -35,6 +35,13 @@ class Join:
 
 
 @dataclass
+class JoinTogether:
+    """New rows with prompts of these lengths, prefilled in one batch, padded to the longest; one by one where padding does harm."""
+
+    lengths: list[int]
+
+
+@dataclass
 class Leave:
     row: int
     cheaply: bool
@@ -48,14 +55,15 @@ class Fork:
     restored: bool
 
 
-Action = Step | Join | Leave | Fork
+Action = Step | Join | JoinTogether | Leave | Fork
 
 _sixteenths = st.lists(st.integers(0, 16), min_size=3, max_size=8)
-steps = st.builds(Step, st.sampled_from([1, 1, 2, 5, 8]), _sixteenths, _sixteenths)
+steps = st.builds(Step, st.sampled_from([1, 1, 2, 5, 17]), _sixteenths, _sixteenths)
 actions: st.SearchStrategy[Action] = st.one_of(
     steps,
     steps,
     st.builds(Join, st.integers(1, 150)),
+    st.builds(JoinTogether, st.lists(st.integers(1, 150), min_size=2, max_size=3)),
     st.builds(Leave, st.integers(0, 7), st.booleans()),
     st.builds(Fork, st.integers(0, 7), st.booleans()),
 )
@@ -127,6 +135,8 @@ class Walk:
                 self.step(action)
             elif isinstance(action, Join) and len(self.rows) < max_rows:
                 self.join(action.length)
+            elif isinstance(action, JoinTogether) and len(self.rows) + len(action.lengths) <= max_rows:
+                self.join_together(action.lengths)
             elif isinstance(action, Leave) and len(self.rows) > 1:
                 self.leave(action.row % len(self.rows), action.cheaply)
             elif isinstance(action, Fork) and len(self.rows) < max_rows:
@@ -148,6 +158,34 @@ class Walk:
             logits = self.forward(own, [self.solos.texts[text][start:end]])
             self.tally.add(logits[0], self.solos.logits[text][start:end])
         self._add(own, Row(text, length))
+
+    def join_together(self, lengths: list[int]) -> None:
+        batch = self.new_state()
+        if not batch.pad_safe:
+            for length in lengths:
+                self.join(length)
+            return
+        for _ in lengths[1:]:
+            batch.join(self.new_state())
+        texts = [(self.num_texts + i) % len(self.solos.texts) for i in range(len(lengths))]
+        self.num_texts += len(lengths)
+        for start in range(0, max(lengths), CHUNK):
+            width = min(CHUNK, max(lengths) - start)
+            counts = [max(0, min(width, length - start)) for length in lengths]
+            window = [
+                self.solos.texts[text][start : start + count] + [5] * (width - count)
+                for text, count in zip(texts, counts, strict=True)
+            ]
+            logits = self.forward(batch, window, counts)
+            for i, (text, count) in enumerate(zip(texts, counts, strict=True)):
+                if count:
+                    self.tally.add(logits[i, :count], self.solos.logits[text][start : start + count])
+        self.rows += [Row(text, length) for text, length in zip(texts, lengths, strict=True)]
+        if self.state is None:
+            self.state = batch
+        else:
+            self.state.join(batch)
+            self.state.check_integrity()
 
     def leave(self, row: int, cheaply: bool) -> None:
         assert self.state is not None
@@ -182,7 +220,7 @@ class Walk:
             return
         width = step.width
         even = len(self.rows) == 1 or not self.state.pad_safe
-        counts = [width if even else max(1, width * step.real[i % len(step.real)] // 16) for i in range(len(self.rows))]
+        counts = [width if even else width * step.real[i % len(step.real)] // 16 for i in range(len(self.rows))]
         back = [count * step.back[i % len(step.back)] // 16 for i, count in enumerate(counts)]
         window: list[list[int]] = []
         for row, count, undone in zip(self.rows, counts, back, strict=True):

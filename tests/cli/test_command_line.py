@@ -156,6 +156,8 @@ def test_log_lines(capsys, restore_logging):
     logs.setup(LogConfig())
     logging.getLogger("gnomon").warning("plain", extra={"request_id": "r7"})
     assert capsys.readouterr().err.endswith("warning gnomon [r7] plain\n")
+    logging.getLogger("gnomon").warning("model %s", "x\n12:00:00 error gnomon forged\x1b[2J\u2028")
+    assert capsys.readouterr().err.endswith("warning gnomon model x\\n12:00:00 error gnomon forged\\x1b[2J\\u2028\n")
 
 
 def test_supported_model_types_are_those_of_mlx_lm():

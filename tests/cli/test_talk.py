@@ -218,6 +218,7 @@ def test_chat_on_a_dumb_terminal(server, tmp_path):
     terminal.type("hello\r")
     terminal.until("answer")
     assert "\x1b" not in terminal.seen
+    assert terminal.seen.index("(thinking)") < terminal.seen.index("thought") < terminal.seen.index("(answer)")
     terminal.until("> ")
     terminal.type("\x04")
     assert terminal.close() == 0

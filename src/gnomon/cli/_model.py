@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from gnomon.cli._talk import InProcess
     from gnomon.engine.engine import Engine
     from gnomon.hub.resolve import Found
+    from gnomon.trace import Tracer
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +33,7 @@ class Loaded:
     tokenizer: Tokenizer
     template: ChatTemplate
     config: Config
+    tracer: Tracer
 
 
 def generation_config(path: Path) -> Mapping[str, Any]:
@@ -65,16 +67,28 @@ def start(config: Config, found: Found) -> Loaded:
     from gnomon.chat.tokenizer import Tokenizer
     from gnomon.engine.engine import load as load_engine
 
+    tracer = tracer_of(config)
     config, notes = with_model_defaults(config, generation_config(found.path), found.id), config.notes
     for note in config.notes[len(notes) :]:
         log.warning(note)
     try:
         tokenizer = Tokenizer.load(found.path)
         template = ChatTemplate(tokenizer)
-        engine = load_engine(found.path, config.engine, model_id=found.id)
+        engine = load_engine(found.path, config.engine, model_id=found.id, tracer=tracer)
     except (ValueError, OSError, RuntimeError, ImportError) as e:
         raise CommandError(f"{found.id} can't be loaded: {e}") from e
-    return Loaded(engine, tokenizer, template, config)
+    return Loaded(engine, tokenizer, template, config, tracer)
+
+
+def tracer_of(config: Config) -> Tracer:
+    """The tracer that the flags ask for. Raises CommandError without the packages it needs."""
+    from gnomon.bench.trace import make_tracer
+
+    wanted = config.trace
+    try:
+        return make_tracer(p2r=wanted.p2r_trace, sync=wanted.p2r_sync, otlp_endpoint=wanted.otlp_endpoint)
+    except ModuleNotFoundError as e:
+        raise CommandError(str(e)) from e
 
 
 def load(config: Config) -> InProcess:

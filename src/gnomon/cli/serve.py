@@ -37,5 +37,12 @@ def run(args: argparse.Namespace) -> int:
             console.print(f"Gnomon {VERSION} serves {found.id} at {address_of(bound)}", markup=False, soft_wrap=True)
 
         engine = PromptLog(loaded.engine, loaded.tokenizer) if config.log.log_prompts else loaded.engine
-        app = create_app(engine, loaded.tokenizer, loaded.template, config.http, loaded.config.sampling)
+        app = create_app(
+            engine,
+            loaded.tokenizer,
+            loaded.template,
+            config.http,
+            loaded.config.sampling,
+            tracer=loaded.tracer,
+        )
         return serve(app, engine, bound, config.http, ready)

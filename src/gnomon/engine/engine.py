@@ -375,6 +375,7 @@ def load(
     *,
     model_id: str | None = None,
     on_failure: Callable[[str], None] | None = None,
+    tracer: Tracer = OFF,
 ) -> Engine:
     """Load the MLX model directory at `path` and start its engine. Raises what loading raises.
 
@@ -382,7 +383,9 @@ def load(
     """
     path = Path(path)
     tokenizer = Tokenizer.load(path)
-    engine = Engine(lambda: load_model(path), tokenizer, config, model_id=model_id, on_failure=on_failure)
+    engine = Engine(
+        lambda: load_model(path), tokenizer, config, model_id=model_id, on_failure=on_failure, tracer=tracer
+    )
     try:
         engine.wait()
     except BaseException:

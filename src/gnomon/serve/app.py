@@ -20,6 +20,7 @@ from gnomon.serve.routes import chat_completions, completions, health, metrics, 
 from gnomon.serve.services import VERSION, Services, Timing, Vocabulary
 from gnomon.serve.wire.chat import ChatRequest
 from gnomon.serve.wire.completions import CompletionRequest
+from gnomon.trace import OFF, Tracer
 
 ROUTES = (chat_completions, completions, models, root, health, stats, metrics)
 EXPOSED = ("x-request-id", TRACE_HEADER, "x-gnomon-tier", "retry-after", "warning")
@@ -41,6 +42,7 @@ def create_app(
     *,
     timing: Timing | None = None,
     owner: str = "gnomon",
+    tracer: Tracer = OFF,
 ) -> FastAPI:
     """An ASGI application over `engine`.
 
@@ -65,6 +67,7 @@ def create_app(
         metrics=Metrics(engine),
         preparation=PreparationPool(http.preparation_queue),
         owner=owner,
+        tracer=tracer,
         endpoints=tuple(sorted(_endpoints())),
     )
     for module in ROUTES:
