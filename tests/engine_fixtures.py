@@ -19,6 +19,7 @@ from gnomon.chat.tokenizer import Tokenizer
 from gnomon.config import EngineConfig
 from gnomon.engine import admission
 from gnomon.engine.api import Delta, Event, Failed, Finished, ModelInfo, Request
+from gnomon.engine.budget import Budget
 from gnomon.engine.core import Core
 from gnomon.engine.counters import Counters
 from gnomon.engine.engine import Engine
@@ -104,7 +105,11 @@ class Rig:
     """The engine's core without its thread, turned by hand, so that joins, leaves and faults happen at chosen steps."""
 
     def __init__(
-        self, loaded: LoadedModel, config: EngineConfig | None = None, propose: ProposerFactory | None = None
+        self,
+        loaded: LoadedModel,
+        config: EngineConfig | None = None,
+        propose: ProposerFactory | None = None,
+        budget: Budget | None = None,
     ) -> None:
         self.events: dict[str, list[Event]] = {}
         self.closed: list[str] = []
@@ -114,6 +119,7 @@ class Rig:
             loaded,
             tiny_tokenizer(),
             config or EngineConfig(),
+            budget or Budget(None, None, 0),
             self.mailbox,
             self.counters,
             Heart(1000),

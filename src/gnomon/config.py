@@ -3,70 +3,28 @@
 The groups below are frozen dataclasses whose fields carry an `Option`; argparse arguments, environment reading, range checks and
 `gnomon config` are all derived from them. Nothing else in Gnomon reads the environment.
 """
-# ruff: noqa: RUF009, ARG002  (`option` returns a dataclass field; argparse fixes the arguments of an action)
+# ruff: noqa: RUF009  (`option` returns a dataclass field)
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import difflib
-import math
 import os
-import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Union, cast
+from typing import Any, Literal, cast
 
 import platformdirs
 
 from gnomon.engine.api import HLG, HLGPivot, SamplingParams
+from gnomon.options import ConfigError, Given, Setting, Take, TakeFlag, kind_of, option
 
 KiB, MiB = 1 << 10, 1 << 20
 GB = 10**9
 BUILT_IN_TEMPERATURE = 0.7
-
-
-class ConfigError(ValueError):
-    """A flag or variable whose value can't be used. `source` is its name as the user wrote it."""
-
-    def __init__(self, source: str, message: str) -> None:
-        super().__init__(f"{source}: {message}")
-        self.source = source
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """How one field is named on the command line and in the environment, and what values it takes.
-
-    `low` and `high` are inclusive and in the unit the user writes; the stored value is that times `scale`.
-    """
-
-    help: str
-    flag: str = ""
-    aliases: tuple[str, ...] = ()
-    env: str = ""
-    env_aliases: tuple[str, ...] = ()
-    low: float | None = None
-    high: float | None = None
-    unit: str = ""
-    scale: int = 1
-    metavar: str = ""
-    secret: bool = False
-
-    @property
-    def range(self) -> str:
-        if self.low is not None and self.high is not None:
-            return f"[{self.low:.12g}, {self.high:.12g}]"
-        if self.low is not None:
-            return f">= {self.low:.12g}"
-        return f"<= {self.high:.12g}" if self.high is not None else ""
-
-
-def option(default: Any, help: str, **how: Any) -> Any:
-    """A dataclass field with an `Option`."""
-    return field(default=default, metadata={"option": Option(help, **how)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +182,7 @@ class LogConfig:
 
     log_format: Literal["text", "json"] = option("text", "shape of log lines")
     log_level: Literal["debug", "info", "warning", "error"] = option("info", "least severity logged")
-    log_prompts: bool = option(False, "log prompts and answers too")
+    log_prompts: bool = option(False, "the server logs prompts and answers too")
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +197,20 @@ class KernelConfig:
     @property
     def stock(self) -> bool:
         return self.l1 or self.kernels == "stock"
+
+
+@dataclass(frozen=True, slots=True)
+class TraceConfig:
+    """Phase traces of requests."""
+
+    p2r_trace: bool = option(False, "write the phases of every request to stderr as JSON lines")
+    p2r_sync: bool = option(False, "wait for the device at the end of every traced phase; slows the engine")
+    otlp_endpoint: str | None = option(
+        None,
+        "send the phases as OpenTelemetry spans to this OTLP collector (needs the extra otel)",
+        env_aliases=("OTEL_EXPORTER_OTLP_ENDPOINT",),
+        metavar="URL",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,6 +238,7 @@ class Config:
     paths: Paths = field(default_factory=Paths)
     log: LogConfig = field(default_factory=LogConfig)
     kernel: KernelConfig = field(default_factory=KernelConfig)
+    trace: TraceConfig = field(default_factory=TraceConfig)
     origins: Mapping[str, Origin] = field(default_factory=dict[str, Origin])
     notes: tuple[str, ...] = ()
 
@@ -274,7 +247,15 @@ class Config:
 
 
 Group = type[
-    ModelConfig | EngineConfig | SamplingDefaults | HTTPConfig | ClientConfig | Paths | LogConfig | KernelConfig
+    ModelConfig
+    | EngineConfig
+    | SamplingDefaults
+    | HTTPConfig
+    | ClientConfig
+    | Paths
+    | LogConfig
+    | KernelConfig
+    | TraceConfig
 ]
 GROUPS: Mapping[str, Group] = {
     "model": ModelConfig,
@@ -285,84 +266,11 @@ GROUPS: Mapping[str, Group] = {
     "paths": Paths,
     "log": LogConfig,
     "kernel": KernelConfig,
+    "trace": TraceConfig,
 }
 COMMON = (Paths, LogConfig)
 """Groups whose flags every verb takes."""
-SERVE = (ModelConfig, EngineConfig, SamplingDefaults, HTTPConfig, KernelConfig, *COMMON)
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """One option of one group, with its type taken apart."""
-
-    group: str
-    name: str
-    option: Option
-    default: Any
-    kind: Literal["flag", "switch", "int", "float", "str", "path", "list", "choice"]
-    choices: tuple[str, ...] = ()
-
-    @property
-    def dest(self) -> str:
-        return f"{self.group}.{self.name}"
-
-    @property
-    def flag(self) -> str:
-        return self.option.flag or "--" + self.name.replace("_", "-")
-
-    @property
-    def env(self) -> str:
-        return self.option.env or "GNOMON_" + self.flag.lstrip("-").replace("-", "_").upper()
-
-    def parse(self, source: str, text: str) -> Any:
-        """The value of `text`, or ConfigError naming `source`, the value and what would be taken."""
-        if self.kind in ("flag", "switch"):
-            return _parse_bool(source, text)
-        if self.kind == "choice":
-            if text not in self.choices:
-                raise ConfigError(source, f"{text!r} is not one of {', '.join(self.choices)}")
-            return text
-        if self.kind in ("int", "float"):
-            return self._parse_number(source, text)
-        if not text:
-            raise ConfigError(source, "the value is empty")
-        return Path(text).expanduser() if self.kind == "path" else text
-
-    def _parse_number(self, source: str, text: str) -> int | float:
-        o = self.option
-        whole = self.kind == "int" and o.scale == 1
-        try:
-            value = int(text) if whole else float(text)
-        except ValueError:
-            raise ConfigError(source, f"{text!r} is not {'a whole number' if whole else 'a number'}") from None
-        if not math.isfinite(value) or (o.low is not None and value < o.low) or (o.high is not None and value > o.high):
-            unit = f" {o.unit}" if o.unit else ""
-            raise ConfigError(source, f"{text} is out of range: {o.range}{unit}")
-        return round(value * o.scale) if self.kind == "int" else value
-
-    def show(self, value: Any) -> str:
-        """The value as a user would write it, secrets hidden."""
-        if value is None or value == ():
-            return "unset"
-        if self.option.secret:
-            return "(set)"
-        if isinstance(value, bool):
-            return "on" if value else "off"
-        if isinstance(value, tuple):
-            return ", ".join(cast("tuple[str, ...]", value))
-        if isinstance(value, int | float):
-            return f"{value / self.option.scale:.12g} {self.option.unit}".strip()
-        return str(value)
-
-
-def _parse_bool(source: str, text: str) -> bool:
-    # Variables know only 1 and 0, so that a stray "no" can't read as yes; flags also take words.
-    words = {"1": True, "0": False}
-    if not source.startswith("GNOMON_"):
-        words |= {"true": True, "on": True, "false": False, "off": False}
-    if text.lower() not in words:
-        raise ConfigError(source, f"{text!r} is not one of {', '.join(words)}")
-    return words[text.lower()]
+SERVE = (ModelConfig, EngineConfig, SamplingDefaults, HTTPConfig, KernelConfig, TraceConfig, *COMMON)
 
 
 def settings(groups: Iterable[Group] | None = None) -> Iterator[Setting]:
@@ -374,55 +282,8 @@ def settings(groups: Iterable[Group] | None = None) -> Iterator[Setting]:
         hints = typing.get_type_hints(group)
         for f in dataclasses.fields(group):
             if "option" in f.metadata:
-                kind, choices = _kind(hints[f.name])
+                kind, choices = kind_of(hints[f.name])
                 yield Setting(name, f.name, f.metadata["option"], f.default, kind, choices)
-
-
-def _kind(hint: Any) -> tuple[Any, tuple[str, ...]]:
-    args = typing.get_args(hint)
-    if typing.get_origin(hint) in (types.UnionType, Union):
-        inner = next(a for a in args if a is not type(None))
-        return ("switch" if inner is bool else _kind(inner)[0]), ()
-    if typing.get_origin(hint) is Literal:
-        return "choice", args
-    if typing.get_origin(hint) is tuple:
-        return "list", ()
-    return {bool: "flag", int: "int", float: "float", str: "str", Path: "path"}[hint], ()
-
-
-@dataclass(frozen=True, slots=True)
-class _Given:
-    """A flag as the user wrote it. `text` is None for a value flag with nothing after it: the default holds."""
-
-    flag: str
-    text: str | None
-
-
-class _Take(argparse.Action):
-    """Keep the spelling with the value; the option's own name wins over its aliases, wherever they stand."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        flag = option_string or self.option_strings[0]
-        before: list[_Given] = getattr(namespace, self.dest, None) or []
-        setattr(namespace, self.dest, [*before, _Given(flag, values if isinstance(values, str) else None)])
-
-
-class _TakeFlag(argparse.BooleanOptionalAction):
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        flag = option_string or self.option_strings[0]
-        setattr(namespace, self.dest, [_Given(flag, "off" if flag.startswith("--no-") else "on")])
 
 
 def add_arguments(parser: argparse.ArgumentParser, groups: Sequence[Group]) -> None:
@@ -437,7 +298,7 @@ def add_arguments(parser: argparse.ArgumentParser, groups: Sequence[Group]) -> N
             "%", "%%"
         )
         if s.kind == "flag":
-            into.add_argument(*names, dest=s.dest, action=_TakeFlag, default=None, help=text)
+            into.add_argument(*names, dest=s.dest, action=TakeFlag, default=None, help=text)
             continue
         shown = {"int": "N", "float": "X", "path": "PATH", "switch": "on|off", "choice": "|".join(s.choices)}.get(
             s.kind, "TEXT"
@@ -445,7 +306,7 @@ def add_arguments(parser: argparse.ArgumentParser, groups: Sequence[Group]) -> N
         into.add_argument(
             *names,
             dest=s.dest,
-            action=_Take,
+            action=Take,
             nargs=None if s.kind == "list" else "?",
             const="on" if s.kind == "switch" else None,
             default=None,
@@ -474,7 +335,7 @@ def resolve(args: argparse.Namespace | None = None, environ: Mapping[str, str] |
 
 
 def _from_flag(s: Setting, given: Mapping[str, Any]) -> tuple[Any, Origin] | None:
-    takes: list[_Given] = [g for g in given.get(s.dest) or () if g.text is not None]
+    takes: list[Given] = [g for g in given.get(s.dest) or () if g.text is not None]
     if not takes:
         return None
     if s.kind == "list":

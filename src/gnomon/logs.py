@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 import time
 from contextvars import ContextVar
@@ -15,6 +16,8 @@ request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
 """Set by whoever handles a request; threads that serve many pass `extra={"request_id": ...}` in its place."""
 
 _PLAIN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "request_id", "taskName", "color_message"}
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 class _RequestId(logging.Filter):
@@ -30,7 +33,9 @@ class TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         about: str | None = getattr(record, "request_id", None)
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
-        line = f"{clock} {record.levelname.lower()} {record.name}{f' [{about}]' if about else ''} {record.getMessage()}"
+        # A message may carry what a client wrote: it stays on its line and steers no terminal.
+        message = _CONTROL.sub(lambda m: m[0].encode("unicode_escape").decode(), record.getMessage())
+        line = f"{clock} {record.levelname.lower()} {record.name}{f' [{about}]' if about else ''} {message}"
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
@@ -38,7 +43,8 @@ class JSONFormatter(logging.Formatter):
     """One object per line: time (UTC), level, logger, message, request_id, and whatever came in `extra`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        line: dict[str, Any] = {
+        line: dict[str, Any] = {key: value for key, value in vars(record).items() if key not in _PLAIN}
+        line |= {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
             "logger": record.name,
@@ -46,7 +52,6 @@ class JSONFormatter(logging.Formatter):
         }
         if about := getattr(record, "request_id", None):
             line["request_id"] = about
-        line |= {key: value for key, value in vars(record).items() if key not in _PLAIN}
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=False, default=str)

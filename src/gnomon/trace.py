@@ -16,7 +16,7 @@ from typing import Literal, Protocol
 
 log = logging.getLogger(__name__)
 
-Phase = Literal["prepare", "queue", "prefix", "prefill", "first_token", "step", "delivery"]
+Phase = Literal["queue", "prefix", "prefill", "first_token", "step", "delivery"]
 Value = str | int | float | bool
 TOKEN_PHASES: frozenset[str] = frozenset({"step", "delivery"})
 """Phases that recur for every token: only their first spans go out one by one."""
@@ -71,6 +71,9 @@ class TraceSink(Protocol):
 class _Open:
     trace_id: str
     start: float
+    holders: int = 0
+    outcome: str = "finished"
+    attributes: dict[str, Value] = field(default_factory=dict[str, Value])
     spans: list[Span] = field(default_factory=list[Span])
     intervals: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
     totals: dict[str, tuple[int, float]] = field(default_factory=dict[str, tuple[int, float]])
@@ -91,12 +94,15 @@ class Tracer:
         self.sync = sync and self.enabled
 
     def begin(self, request_id: str, trace_id: str | None = None, *, at: float | None = None) -> None:
-        """Open a request. `trace_id` defaults to the request id. A second `begin` of an open request is ignored."""
+        """Open a request, or hold one that is open: it is emitted when everyone who began it has ended it.
+
+        `trace_id` defaults to the request id; the first one to begin decides it, and the start.
+        """
         if not self.enabled:
             return
         start = time.monotonic() if at is None else at
         with self._lock:
-            self._open.setdefault(request_id, _Open(trace_id or request_id, start))
+            self._open.setdefault(request_id, _Open(trace_id or request_id, start)).holders += 1
 
     def span(
         self,
@@ -122,15 +128,21 @@ class Tracer:
             if phase not in TOKEN_PHASES or count < TOKEN_SPANS:
                 request.spans.append(Span(request_id, request.trace_id, phase, start, stop, work_id, attributes))
 
-    def end(self, request_id: str, outcome: str, *, at: float | None = None, **attributes: Value) -> None:
-        """Close a request and emit it. Ending a request twice, or one never begun, does nothing."""
+    def end(self, request_id: str, outcome: str | None = None, *, at: float | None = None, **attributes: Value) -> None:
+        """Let go of a request; the last one to do so emits it. The last outcome given counts. Unknown requests are ignored."""
         if not self.enabled:
             return
         stop = time.monotonic() if at is None else at
         with self._lock:
-            request = self._open.pop(request_id, None)
-        if request is None:
-            return
+            request = self._open.get(request_id)
+            if request is None:
+                return
+            request.outcome = outcome or request.outcome
+            request.attributes.update(attributes)
+            request.holders -= 1
+            if request.holders > 0:
+                return
+            del self._open[request_id]
         phases = {name: PhaseTotal(count, seconds) for name, (count, seconds) in request.totals.items()}
         unexplained = (stop - request.start) - covered(request.intervals, request.start, stop)
         trace = RequestTrace(
@@ -138,11 +150,11 @@ class Tracer:
             request.trace_id,
             request.start,
             stop,
-            outcome,
+            request.outcome,
             phases,
             unexplained,
             tuple(request.spans),
-            attributes,
+            request.attributes,
         )
         for sink in tuple(self._sinks):
             try:

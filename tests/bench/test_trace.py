@@ -130,11 +130,25 @@ def test_late_and_unknown_spans_are_ignored() -> None:
     tracer = Tracer([sink])
     tracer.span("nobody", "step", 0, 1)
     tracer.begin("r", at=0)
-    tracer.begin("r", at=5)
     tracer.end("r", "stop", at=10)
     tracer.span("r", "delivery", 0, 1)
     tracer.end("r", "stop", at=11)
     assert [(trace.start, trace.end, trace.phases) for trace in sink.traces] == [(0, 10, {})]
+
+
+@pytest.mark.parametrize("server_first", [False, True])
+def test_a_request_held_by_server_and_engine_goes_out_when_both_let_go(server_first: bool) -> None:
+    sink = Keep()
+    tracer = Tracer([sink])
+    tracer.begin("r", "t", at=0)
+    tracer.begin("r", at=5)
+    ends: list[dict[str, Any]] = [{"outcome": "cancelled", "at": 10.0, "tokens": 3}, {"at": 12.0}]
+    for n in (1, 0) if server_first else (0, 1):
+        assert sink.traces == []
+        tracer.end("r", **ends[n])
+    (trace,) = sink.traces
+    assert (trace.start, trace.end, trace.trace_id) == (0, 10.0 if server_first else 12.0, "t")
+    assert (trace.outcome, trace.attributes) == ("cancelled", {"tokens": 3})
 
 
 def test_off_by_default_and_without_sinks() -> None:

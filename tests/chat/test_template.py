@@ -7,6 +7,8 @@ from datetime import datetime
 
 import pytest
 from chat_oracle import Adapter, build, source, tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from gnomon.chat.messages import ChatError
@@ -366,6 +368,60 @@ def test_a_model_directory_renders_as_transformers_reads_it(tmp_path):
     for tools in (None, TOOLS):
         rendered = template.render(CALLS, tools)
         assert (rendered.text, rendered.ids) == oracle(read, CALLS, tools)
+
+
+TEXTS = st.text(st.characters(codec="utf-8"), max_size=30) | st.sampled_from(
+    ["<think>x</think>y", "<|im_end|>", " \n", "{{ 1 }}"]
+)
+CONVERSATIONS = st.builds(
+    lambda system, texts: [
+        *([{"role": "system", "content": system}] if system is not None else []),
+        *({"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)),
+    ],
+    st.none() | TEXTS,
+    st.lists(TEXTS, min_size=1, max_size=5).filter(lambda texts: len(texts) % 2 == 1),
+)
+MADE = {
+    name: tokenizer(name)
+    for name in ("starter", "llama3", "qwen3", "gemma3", "mistral", "deepseek", "gemma4", "harmony")
+}
+COMPILED = {name: ChatTemplate(made) for name, made in MADE.items()}
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.sampled_from(sorted(MADE)), CONVERSATIONS, st.booleans())
+def test_any_conversation_renders_as_transformers_does(name, messages, add):
+    rendered = COMPILED[name].render(messages, add_generation_prompt=add)
+    assert (rendered.text, rendered.ids) == oracle(MADE[name], messages, add_generation_prompt=add)
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "text", "reasoning", "content"),
+    [
+        ("gemma4", ("<|channel>", "<channel|>"), "<|channel>thought\nwhy é\n<channel|>yes 🙂", "why é", "yes 🙂"),
+        (
+            "harmony",
+            ("<|start|>", "<|channel|>", "<|message|>", "<|end|>"),
+            "<|channel|>analysis<|message|>why<|end|><|start|>assistant<|channel|>final<|message|>yes",
+            "why",
+            "yes",
+        ),
+        ("qwen3", ("<think>", "</think>"), "<think>\nwhy\n</think>\n\nyes", "why", "yes"),
+    ],
+)
+def test_markers_that_are_special_tokens_reach_the_splitter(tmp_path, name, tokens, text, reasoning, content):
+    """From ids through the model's own decoder, token by token."""
+    build(source(name), tokens).save_pretrained(tmp_path)
+    own = Tokenizer.load(tmp_path)
+    template = ChatTemplate(own)
+    ids = own.encode(text)
+    assert all(own.is_special(own.token_id(token)) for token in tokens)
+    prompt = template.render(HELLO, enable_thinking=True).generation_prompt
+    stream, made = own.stream(), template.splitter(prompt)
+    segments = [segment for token in ids for segment in made.feed(stream.push(token))]
+    segments += [*made.feed(stream.finish()), *made.finish()]
+    assert "".join(s.text for s in segments if s.kind == "reasoning") == reasoning
+    assert "".join(s.text for s in segments if s.kind == "content") == content
 
 
 @pytest.mark.network

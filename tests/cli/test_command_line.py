@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from cli_process import gnomon
@@ -154,3 +156,26 @@ def test_log_lines(capsys, restore_logging):
     logs.setup(LogConfig())
     logging.getLogger("gnomon").warning("plain", extra={"request_id": "r7"})
     assert capsys.readouterr().err.endswith("warning gnomon [r7] plain\n")
+    logging.getLogger("gnomon").warning("model %s", "x\n12:00:00 error gnomon forged\x1b[2J\u2028")
+    assert capsys.readouterr().err.endswith("warning gnomon model x\\n12:00:00 error gnomon forged\\x1b[2J\\u2028\n")
+
+
+def test_supported_model_types_are_those_of_mlx_lm():
+    """Every model file mlx-lm ships has a verdict."""
+    done = gnomon("models", "--supported", "--json")
+    assert done.returncode == 0, done.stderr
+    rows = {row["model_type"]: row for row in json.loads(done.stdout)}
+    package = importlib.util.find_spec("mlx_lm")
+    assert package is not None
+    folder = Path((package.submodule_search_locations or [""])[0]) / "models"
+    shipped = {path.stem for path in folder.glob("*.py") if "class Model(" in path.read_text("utf-8")}
+    assert shipped <= set(rows)
+    assert rows["llama"]["runs"] is True
+    assert rows["mistral"]["same_as"] == "llama"
+
+
+def test_models_lists_what_is_in_the_cache(tmp_path):
+    empty = gnomon(
+        "models", "--json", "--cache", str(tmp_path), HF_HOME=str(tmp_path), HF_HUB_CACHE=str(tmp_path / "hub")
+    )
+    assert (empty.returncode, json.loads(empty.stdout)) == (0, [])

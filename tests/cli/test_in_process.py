@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -18,9 +17,8 @@ import pytest
 from cli_process import clean_environment, gnomon
 from tiny_directory import make
 
-from gnomon.cli._model import check_backend, find
+from gnomon.cli._model import check_backend
 from gnomon.cli._verbs import CommandError
-from gnomon.config import Config, ModelConfig
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +39,9 @@ def oracle(model):
 
 
 def test_generate_raw_equals_mlx_lm(model, oracle):
-    done = gnomon("generate", "--model", str(model), "--raw", "--prompt", "abc", "--temp", "0", "--max-tokens", "12")
+    done = gnomon(
+        "generate", "--model", str(model), "--raw", "--prompt", "abc", "--temp", "0", "--max-tokens", "12", "--l1"
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == oracle("abc", 12) + "\n"
 
@@ -49,7 +49,9 @@ def test_generate_raw_equals_mlx_lm(model, oracle):
 def test_generate_through_the_template_equals_mlx_lm(model, oracle):
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "abc"}]
     ids = oracle.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-    done = gnomon("generate", str(model), "--system", "s", "--prompt", "abc", "--temp", "0", "--max-tokens", "12")
+    done = gnomon(
+        "generate", str(model), "--system", "s", "--prompt", "abc", "--temp", "0", "--max-tokens", "12", "--l1"
+    )
     assert done.stdout == oracle(ids, 12) + "\n"
 
 
@@ -68,7 +70,7 @@ def test_a_seed_gives_the_same_again(model):
 
 
 def test_chat_in_process(model, oracle):
-    done = gnomon("chat", str(model), "--temp", "0", "--max-tokens", "8", stdin="a\n/reset\na\n")
+    done = gnomon("chat", str(model), "--temp", "0", "--max-tokens", "8", "--l1", stdin="a\n/reset\na\n")
     assert (done.returncode, done.stdout.count("\n")) == (0, 2)
     ids = oracle.tokenizer.apply_chat_template([{"role": "user", "content": "a"}], add_generation_prompt=True)
     first, second = done.stdout.split("\n")[:2]
@@ -160,7 +162,7 @@ def serving(*argv: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 
 def test_serve_answers_and_drains(model, oracle):
-    with serving("serve", str(model), "--max-tokens", "5") as (process, url):
+    with serving("serve", str(model), "--max-tokens", "5", "--l1") as (process, url):
         with urllib.request.urlopen(f"{url}/health") as response:
             assert response.read() == b'{"status": "ok"}'
         with urllib.request.urlopen(f"{url}/v1/models") as response:
@@ -177,21 +179,28 @@ def test_serve_answers_and_drains(model, oracle):
         assert f"port {port} is taken" in taken.stderr
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
+        # Prompts are not logged unasked.
+        assert process.stderr is not None
+        assert "abc" not in process.stderr.read()
 
 
 def test_a_bare_command_serves(model):
     # Without a verb, flags and a path are those of serve.
-    with serving(str(model)) as (process, _):
+    with serving(str(model), "--log-prompts", "--log-format", "json") as (process, url):
+        said = gnomon(
+            "generate", "--server", url, "--raw", "--prompt", "abc", "--max-tokens", "4", "--temp", "0"
+        ).stdout
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0
+        assert process.stderr is not None
+        lines = [json.loads(line) for line in process.stderr]
+    prompt, answer = (line for line in lines if line["logger"] == "gnomon.prompts")
+    assert prompt["message"] == "prompt of 3 tokens: abc"
+    assert answer["message"] == f"answer 0 (length): {said[:-1]}"
+    assert prompt["request_id"] == answer["request_id"]
 
 
 def test_a_missing_backend_names_the_extras(monkeypatch):
     monkeypatch.setitem(sys.modules, "mlx.core", None)
     with pytest.raises(CommandError, match=r"gnomon\[cpu\].*gnomon\[cuda\]"):
         check_backend()
-
-
-def test_find_takes_a_directory(model):
-    found = find(Config(model=ModelConfig(model=os.path.relpath(model))))
-    assert (found.path.resolve(), found.id) == (model.resolve(), "tiny")

@@ -203,6 +203,7 @@ def test_chat_on_a_terminal(server, tmp_path):
     terminal.until("swer")
     assert "\x1b[2msecret thought" in terminal.seen
     assert "an␛[31mswer" in terminal.seen
+    terminal.until("> ")
     terminal.type("/exit\r")
     assert terminal.close() == 0
     history = tmp_path / "chat_history"
@@ -217,6 +218,8 @@ def test_chat_on_a_dumb_terminal(server, tmp_path):
     terminal.type("hello\r")
     terminal.until("answer")
     assert "\x1b" not in terminal.seen
+    assert terminal.seen.index("(thinking)") < terminal.seen.index("thought") < terminal.seen.index("(answer)")
+    terminal.until("> ")
     terminal.type("\x04")
     assert terminal.close() == 0
 
@@ -233,6 +236,7 @@ def test_ctrl_c_breaks_an_answer_off_and_the_chat_goes_on(server, tmp_path):
         terminal.until("> ")
         terminal.type("more\r")
         terminal.until("again")
+        terminal.until("> ")
         terminal.type("\x04")
         assert terminal.close() == 0
     finally:

@@ -15,6 +15,7 @@ import mlx.core as mx
 import pytest
 from fake_engine import Live, eventually, serving
 from openai import AsyncOpenAI, OpenAI
+from openai.types.chat import ChatCompletion, ChatCompletionTokenLogprob
 
 from engine_fixtures import tiny_engine, tiny_model, tiny_tokenizer
 from gnomon.chat.template import ChatTemplate
@@ -78,6 +79,33 @@ def test_a_seed_gives_the_same_answer_alone_and_in_a_crowd(live: Live[Engine], c
             return await asyncio.gather(*(one(seed % 4) for seed in range(16)))
 
     assert asyncio.run(crowd()) == alone * 4
+
+
+def test_logprobs_are_told_in_a_crowd_as_alone(live: Live[Engine], client: OpenAI) -> None:
+    def ask(seed: int) -> dict[str, Any]:
+        return {
+            **{"model": "", "messages": ASK, "temperature": 0.8, "seed": seed, "max_tokens": 12},
+            **{"logprobs": True, "top_logprobs": 1 + seed},
+        }
+
+    def told(answer: ChatCompletion) -> list[ChatCompletionTokenLogprob]:
+        logprobs = answer.choices[0].logprobs
+        assert logprobs is not None
+        return logprobs.content or []
+
+    alone = [told(client.chat.completions.create(**ask(seed))) for seed in range(6)]
+
+    async def crowd() -> list[ChatCompletion]:
+        async with AsyncOpenAI(base_url=live.url + "/v1", api_key="none", max_retries=0) as many:
+            return await asyncio.gather(*(many.chat.completions.create(**ask(seed)) for seed in range(6)))
+
+    for seed, (own, answer) in enumerate(zip(alone, asyncio.run(crowd()), strict=True)):
+        shared = told(answer)
+        assert [one.token for one in shared] == [one.token for one in own]
+        for mine, theirs in zip(own, shared, strict=True):
+            assert len(theirs.top_logprobs) == 1 + seed
+            assert theirs.logprob == pytest.approx(mine.logprob, abs=1e-3)
+            assert theirs.top_logprobs[0].logprob >= theirs.logprob - 1e-6
 
 
 def test_choices_differ_and_are_counted_together(client: OpenAI) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine_fixtures import CONTEXT, EOS_ID, VOCAB_SIZE, Rig, tiny_engine, tiny_loaded
+from engine_fixtures import CONTEXT, EOS_ID, VOCAB_SIZE, Rig, tiny_engine, tiny_loaded, tiny_tokenizer
 from gnomon.config import EngineConfig
 from gnomon.engine.admission import retry_after
 from gnomon.engine.api import (
@@ -29,6 +29,7 @@ from gnomon.engine.api import (
 )
 from gnomon.engine.engine import Engine
 from gnomon.engine.heart import Heart
+from gnomon.models.load import LoadedModel
 
 
 def prompt_of(length: int) -> tuple[int, ...]:
@@ -307,7 +308,7 @@ def test_two_hundred_requests_leave_no_trace() -> None:
         assert engine.drain(120)
         _wait_idle(engine)
         stats = engine.stats()
-        assert stats["requests"]["finished"] + stats["requests"]["cancelled"] == 201
+        assert stats["requests"]["finished"] + stats["requests"]["cancelled"] == 202
         assert stats["requests"]["cancelled"] > 20
         assert stats["requests"]["failed"] == 0
         assert (stats["batch"]["active_rows"], stats["batch"]["pending_rows"], stats["batch"]["kv_bytes"]) == (0, 0, 0)
@@ -411,3 +412,25 @@ def test_an_engine_that_stops_beating_is_stalled_and_says_at_what() -> None:
         while engine.health().state == "stalled":
             assert time.monotonic() < deadline
             time.sleep(0.02)
+
+
+def test_while_the_model_loads_nothing_is_taken() -> None:
+    gate = threading.Event()
+
+    def load() -> LoadedModel:
+        gate.wait(30)
+        return tiny_loaded()
+
+    engine = Engine(load, tiny_tokenizer())
+    try:
+        assert engine.health().state == "loading"
+        with pytest.raises(EngineUnavailable, match="loading"):
+            engine.submit(request("early"), lambda _: None)
+        with pytest.raises(TimeoutError):
+            engine.wait(0.01)
+        gate.set()
+        assert engine.wait(30).vocab_size == VOCAB_SIZE
+        assert engine.health().state == "ok"
+    finally:
+        gate.set()
+        engine.stop()

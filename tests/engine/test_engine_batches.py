@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from mlx import nn
 from proposers import ERRORS, Oracle
 
-from engine_fixtures import VOCAB_SIZE, Rig, tiny_loaded
+from engine_fixtures import VOCAB_SIZE, Rig, tiny_engine, tiny_loaded, tiny_tokenizer
 from gnomon.config import EngineConfig
-from gnomon.engine.api import Delta, Finished, Request, SamplingParams
+from gnomon.engine.api import ChoiceFinished, Delta, Finished, Request, SamplingParams
 from gnomon.models.load import LoadedModel
 from gnomon.propose import Proposer
 from solo import GAP_BOUNDS, Solo, solo, ties_until_equal
@@ -171,3 +171,48 @@ def test_a_model_that_cannot_batch_serves_one_row_at_a_time() -> None:
     assert rig.counters.step_rows == rig.counters.steps
     for length in (9, 25, 3):
         assert rig.ids(str(length), 0) == rig.ids(str(length), 1) == alone("llama", "float32", length).ids
+
+
+def test_equal_prompts_in_flight_are_two_requests() -> None:
+    rig = Rig(loaded("llama", "float32"))
+    for name in ("a", "b"):
+        rig.submit(Request(name, prompt_of(40), max_tokens=STEPS, ignore_eos=True))
+    rig.turn(5)
+    rig.submit(Request("c", prompt_of(40), max_tokens=STEPS, ignore_eos=True))
+    rig.finish()
+    assert [rig.ids(name) for name in "abc"] == [alone("llama", "float32", 40).ids] * 3
+
+
+def test_requests_without_a_seed_differ() -> None:
+    with tiny_engine() as one, tiny_engine() as other:
+        sampled = SamplingParams(temperature=1.0)
+        runs = [
+            engine.generate(prompt_of(9), max_tokens=12, sampling=sampled, ignore_eos=True).choices[0].ids
+            for engine in (one, one, other)
+        ]
+    assert len(set(map(tuple, runs))) == 3
+
+
+@pytest.mark.parametrize("guessing", [False, True])
+def test_nothing_behind_a_stop_is_delivered_also_inside_a_window(guessing: bool) -> None:
+    """With right guesses several tokens come at once; those behind the stop string or the end of sequence must not show."""
+    answer = alone("llama", "float32", 40)
+    text = tiny_tokenizer().decode(answer.ids)
+    stop = text[4:6]
+
+    def propose(request: Request, index: int) -> Proposer | None:
+        return Oracle(answer.ids, VOCAB_SIZE, 0.0) if guessing else None
+
+    rig = Rig(loaded("llama", "float32"), propose=propose)
+    rig.submit(Request("stop", prompt_of(40), max_tokens=STEPS, stop=(stop,), ignore_eos=True))
+    ending = replace(loaded("llama", "float32"), eos_token_ids=(answer.ids[5],))
+    rig.finish()
+    assert "".join(e.text for e in rig.events["stop"] if isinstance(e, Delta)) == text[: text.index(stop)]
+    assert ChoiceFinished("stop", 0, "stop", stop) in rig.events["stop"]
+    rig = Rig(ending, propose=propose)
+    rig.submit(Request("eos", prompt_of(40), max_tokens=STEPS))
+    rig.finish()
+    assert rig.ids("eos") == answer.ids[: answer.ids.index(answer.ids[5])]
+    end = rig.end("eos")
+    assert isinstance(end, Finished)
+    assert end.usage.completion_tokens == answer.ids.index(answer.ids[5]) + 1

@@ -78,7 +78,12 @@ def assert_unharmed(rig: Rig, model_type: str, *lengths: int) -> None:
     assert rig.counters.kv_bytes == 0
 
 
-@pytest.mark.parametrize("lazily", [False, True], ids=["building", "evaluating"])
+lazily = pytest.mark.skipif(
+    mx.default_device() != mx.Device(mx.cpu), reason="only MLX's CPU backend refuses it that late"
+)
+
+
+@pytest.mark.parametrize("lazily", [False, pytest.param(True, marks=lazily)], ids=["building", "evaluating"])
 @pytest.mark.parametrize("model_type", TYPES)
 def test_a_row_that_breaks_the_shared_step_fails_alone(model_type: str, lazily: bool) -> None:
     rig = Rig(tiny_loaded(model_type))
@@ -107,6 +112,18 @@ def test_a_fault_that_does_not_return_costs_nobody(model_type: str) -> None:
         rig.finish()
     assert rig.counters.recoveries == 1
     assert_unharmed(rig, model_type, 30, 7)
+
+
+def test_rows_that_break_only_together_fail_together_in_the_end() -> None:
+    """Every rebuild prefills all rows anew: without a bound such a batch would crawl at a prefill per token."""
+    rig = Rig(tiny_loaded())
+    with broken(rig.loaded.model, lambda tokens: tokens.shape == (2, 1)):
+        rig.submit(request("30", prompt_of(30), max_tokens=100))
+        rig.submit(request("7", prompt_of(7), max_tokens=100))
+        rig.finish()
+    assert all(isinstance(rig.end(name), Failed) for name in ("30", "7"))
+    assert rig.counters.recoveries == 3
+    assert rig.ids("7") == alone("llama", 7).ids[:3]
 
 
 def test_a_lone_row_that_breaks_its_step_fails_and_the_engine_goes_on() -> None:

@@ -6,6 +6,7 @@ import json
 import random
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,14 @@ def test_the_next_run_continues_where_the_last_one_gave_up(hub: Hub, server: Sta
     assert (again.get(REPO) / "model.safetensors").read_bytes() == WEIGHTS
     assert server.sent == len(WEIGHTS) - 123_456
     assert not partial.exists()
+
+
+def test_two_downloads_at_once_fetch_each_file_once(hub: Hub, server: StandIn) -> None:
+    others = [Hub(hub.cache, server.endpoint, token=False) for _ in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        paths = set(pool.map(lambda each: each.get(REPO), others))
+    assert len(paths) == 1
+    assert server.sent == len(WEIGHTS)
 
 
 def test_a_server_that_ignores_ranges_starts_over(hub: Hub, server: StandIn) -> None:

@@ -127,6 +127,10 @@ def test_paths(several: Registry, hub: Path, tmp_path: Path, monkeypatch: pytest
     (plain / "config.json").unlink()
     with pytest.raises(HubError, match=r"has no config\.json"):
         look(str(plain), several)
+    # A bare word that is also some directory's name is still a query.
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "qwen").mkdir()
+    assert look("qwen", several).id == "mlx/Qwen"
     file = tmp_path / "x.gguf"
     file.touch()
     with pytest.raises(HubError, match=r"convert it once with: gnomon get .*x.gguf"):

@@ -222,9 +222,10 @@ def _with(path: Path, name: str = "llama", extra: Any = lambda writer: None, **c
         ("mamba", None, "general.architecture 'mamba' is not supported; supported: gemma3, llama, qwen2, qwen3"),
         ("llama", lambda w: w.add_expert_count(8), "llama.expert_count is 8: mixture-of-experts"),
         ("llama", lambda w: w.add_tensor("blk.0.odd.weight", np.zeros(4, np.float32)), "tensor blk.0.odd.weight is unknown to llama"),
+        ("llama", lambda w: w.add_uint16("split.count", 3), r"m.gguf is one of 3 parts \(split.count\): join them first"),
         ("llama", lambda w: w.add_rope_dimension_count(8), "llama.rope.dimension_count 8 is not the head width 32"),
     ],
-    ids=["architecture", "experts", "tensor", "rope"],
+    ids=["architecture", "experts", "tensor", "split", "rope"],
 )  # fmt: skip
 def test_what_cannot_be_expressed_is_refused_by_name(name: str, extra: Any, message: str, tmp_path: Path) -> None:
     path = _with(tmp_path / "m.gguf", name, extra or (lambda writer: None))

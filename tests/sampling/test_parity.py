@@ -49,6 +49,16 @@ def scores(params: SamplingParams, history: list[int], x: mx.array) -> mx.array:
     return mx.array(out)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_log_softmax_of_a_row_is_generate_steps_alone_and_in_a_batch(dtype: mx.Dtype) -> None:
+    x = mx.array(np.random.default_rng(0).normal(0, 4, (3, 49_153)).astype(np.float32)).astype(dtype)
+    together = filters.log_softmax(x)
+    for i in range(3):
+        row = x[i : i + 1]
+        np.testing.assert_array_equal(bits(filters.log_softmax(row)), bits(row - mx.logsumexp(row, keepdims=True)))
+        np.testing.assert_array_equal(bits(together[i : i + 1]), bits(filters.log_softmax(row)))
+
+
 penalties = st.builds(
     SamplingParams,
     logit_bias=st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-100, 100, width=32), max_size=5).map(
@@ -97,6 +107,14 @@ def test_places_of_a_window_that_hold_nothing_change_no_bit(dtype: mx.Dtype) -> 
 def test_top_p(dtype: mx.Dtype, value: float) -> None:
     x = filters.log_softmax(logits(1, dtype, 7))
     np.testing.assert_array_equal(bits(filters.top_p(x, mx.full((7, 1), value))), bits(oracle.apply_top_p(x, value)))
+
+
+def test_top_p_drops_what_comes_after_exactly_enough_mass() -> None:
+    # Masses 1, 1/4, 1/4, 1/4, 1/4: the first token alone is half of them.
+    x = mx.log(mx.array([[0.25, 0.25, 1.0, 0.25, 0.25]]))
+    ours = filters.top_p(x, mx.array([[0.5]]))
+    assert np.isfinite(np.array(ours))[0].tolist() == [False, False, True, False, False]
+    np.testing.assert_array_equal(bits(ours), bits(oracle.apply_top_p(x, 0.5)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

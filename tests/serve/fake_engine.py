@@ -208,7 +208,7 @@ class FakeEngine:
         self.draining.set()
         self.stopped.set()
         for job in list(self.open.values()):
-            job.fail("the server is shutting down", "shutting_down")
+            job.fail("the engine was stopped", "engine_stopped")
         self.state = Health("stopped")
 
 

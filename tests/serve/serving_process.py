@@ -19,7 +19,7 @@ def main(mode: str, timeout_ms: int) -> int:
         if mode == "fatal" and job.text.endswith("die\n<assistant>"):
             engine.state = Health("failed", 0.0, "the device is gone")
             for other in list(engine.open.values()):
-                other.fail("the device is gone", "device_lost", fatal=True)
+                other.fail("the device is gone", "engine_failed", fatal=True)
             return
         if mode == "short":
             assert engine.draining.wait(30)

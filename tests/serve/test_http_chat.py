@@ -401,9 +401,15 @@ def test_a_failure_of_a_whole_answer_has_a_status(client: TestClient, engine: Fa
     engine.script = lambda job: job.fail("row 3 met a NaN")
     response = client.post(CHAT, json=user("Hi"))
     assert (response.status_code, response.json()["error"]["message"]) == (500, "row 3 met a NaN")
-    engine.script = lambda job: job.fail("the device is gone", "device_lost", fatal=True)
+    engine.script = lambda job: job.fail("the device is gone", "engine_failed", fatal=True)
     response = client.post(CHAT, json=user("Hi"))
-    assert (response.status_code, response.json()["error"]["code"]) == (503, "device_lost")
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_failed")
+
+
+def test_a_whole_answer_that_the_engine_s_end_cuts_off(client: TestClient, engine: FakeEngine) -> None:
+    engine.script = lambda job: engine.stop()
+    response = client.post(CHAT, json=user("Hi"))
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_stopped")
 
 
 def test_what_the_engine_cancels_is_an_error(client: TestClient, engine: FakeEngine) -> None:

@@ -227,6 +227,13 @@ def test_trace_ids_must_be_plain(client: TestClient, trace: str | bytes) -> None
     assert response.json()["error"]["param"] == "x-gnomon-trace-id"
 
 
+def test_log_lines_cannot_be_forged(client: TestClient, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "gnomon.serve.access"):
+        client.get("/health")
+        client.get("/a%0d%0aGET /forged")
+    assert [record.getMessage().rpartition(" 404 ")[0] for record in caplog.records] == ["GET /a%0d%0aGET%20/forged"]
+
+
 def test_what_is_no_http_gets_the_error_body_too(engine: FakeEngine) -> None:
     with live_server(engine, http=HTTPConfig(header_limit=1000)) as live:
         for raw in (b"HELLO\r\n\r\n", b"GET / HTTP/1.1\r\nhost: localhost\r\nx: " + b"x" * 6000):

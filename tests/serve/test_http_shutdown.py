@@ -78,7 +78,7 @@ def test_what_does_not_finish_in_time_hears_an_error() -> None:
     with running("deaf", 100) as server, streaming(server.url) as lines:
         server.process.send_signal(signal.SIGTERM)
         rest = [line for line in lines if line]
-        assert "shutting_down" in rest[-1]
+        assert "engine_stopped" in rest[-1]
         assert not any("[DONE]" in line for line in rest)
         assert server.ended() == 0
 
@@ -98,9 +98,9 @@ def test_an_engine_that_dies_takes_the_process_with_it() -> None:
         # The stream of one request waits; another brings the device down.
         answer = httpx.post(server.url + "/v1/chat/completions", json=user("die"), timeout=30)
         assert answer.status_code == 503
-        assert answer.json()["error"]["code"] == "device_lost"
+        assert answer.json()["error"]["code"] == "engine_failed"
         rest = [line for line in lines if line]
-        assert "device_lost" in rest[-1]
+        assert "engine_failed" in rest[-1]
         assert server.ended() == 1
         assert server.process.stderr is not None
         assert "the device is gone" in server.process.stderr.read()

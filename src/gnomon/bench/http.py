@@ -94,6 +94,18 @@ class Streamed:
     def cached_tokens(self) -> int:
         return int(((self.usage or {}).get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
 
+    @property
+    def decode_rate(self) -> float | None:
+        """Tokens per second after the first output, which counts as one token; None if there are no two outputs to time."""
+        if self.completion_tokens < 2 or self.ended <= self.outputs[0]:
+            return None
+        return (self.completion_tokens - 1) / (self.ended - self.outputs[0])
+
+    @property
+    def longest_gap(self) -> float:
+        """Longest silence between two outputs, in seconds."""
+        return max((b - a for a, b in pairwise(self.outputs)), default=0.0)
+
 
 def stream_completion(client: httpx.Client, prompt: str, tokens: int, begun: float | None = None) -> Streamed:
     """Stream a greedy completion of a text prompt. Raises `ArmFailed` for any status but 200 or a broken stream."""
@@ -271,10 +283,9 @@ class ServerContender:
             "first_output_seconds": firsts[0],
             "total_seconds": end - one.begun,
         }
-        if one.completion_tokens > 1 and one.ended > one.outputs[0]:
-            metrics["decode_tokens_per_second"] = (one.completion_tokens - 1) / (one.ended - one.outputs[0])
-            gaps = [b - a for a, b in pairwise(one.outputs)]
-            metrics["longest_gap_seconds"] = max(gaps, default=0.0)
+        if one.decode_rate is not None:
+            metrics["decode_tokens_per_second"] = one.decode_rate
+            metrics["longest_gap_seconds"] = one.longest_gap
         return metrics
 
     def stop(self) -> None:

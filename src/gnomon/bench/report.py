@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from statistics import median
 
 from gnomon.bench.schema import METRICS, Comparison, Run
@@ -21,7 +22,9 @@ def ratio(comparison: Comparison) -> str:
     """Ratio with its interval, above 1 where the candidate is better; a dash if there is none."""
     if comparison.ratio is None:
         return "—"
-    return f"{comparison.ratio:.3f} [{comparison.lower:.3f}, {comparison.upper:.3f}]"
+    bounds = (comparison.ratio, comparison.lower or 0.0, comparison.upper or 0.0)
+    value, lower, upper = (f"{bound:.3f}" if bound < 100 else f"{bound:.3g}" for bound in bounds)
+    return f"{value} [{lower}, {upper}]"
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -50,6 +53,8 @@ def comparison_row(run: Run, comparison: Comparison) -> list[str]:
         shown.append("—" if value is None else number(value, unit))
     metric = f"**{comparison.metric}**" if comparison.primary else comparison.metric
     why = comparison.reason + (f"; next: {comparison.next}" if comparison.next else "")
+    # Why an undeclared metric stays open would drown what decides; the file has it.
+    why = why if comparison.primary or comparison.ratio is None else ""
     names = f"{comparison.candidate} / {comparison.baseline}"
     return [comparison.cell, names, metric, shown[1], shown[0], ratio(comparison), comparison.outcome, why]
 
@@ -75,3 +80,16 @@ def markdown(run: Run) -> str:
         rows = ([str(s.index), s.cell, str(s.block), s.arm, s.status, s.reason or ""] for s in odd)
         parts += ["", table(("sample", "cell", "block", "arm", "status", "reason"), rows)]
     return "\n".join(parts) + "\n"
+
+
+def listing(runs: Iterable[tuple[Path, Run]]) -> str:
+    """One line per deciding comparison of every run."""
+    rows: list[list[str]] = []
+    for path, run in runs:
+        state = "complete" if run.complete else f"cut short: {run.interruption or 'no end was written'}"
+        rows += [
+            [f"{run.created:%Y-%m-%d %H:%M}", run.name, c.cell, ratio(c), c.outcome, state, path.name]
+            for c in run.comparisons
+            if c.primary
+        ] or [[f"{run.created:%Y-%m-%d %H:%M}", run.name, "", "", "", state, path.name]]
+    return table(("when", "run", "cell", "ratio", "outcome", "state", "file"), rows)

@@ -122,12 +122,15 @@ def _measurement(
 ) -> Measurement:
     ended = time.perf_counter()
     peak = mx.get_peak_memory()
+    mx.synchronize()
+    mx.clear_cache()
+    cleanup = time.perf_counter() - ended
     after = settled()
     memory = {
         "peak_active_bytes": float(peak),
         "active_bytes": float(after),
         "retained_bytes": float(max(0, after - before)),
-        "cleanup_seconds": time.perf_counter() - ended,
+        "cleanup_seconds": cleanup,
     }
     details: dict[str, JsonValue] = {"output_sha256": sha256_ids(token for row in rows for token in (*row.ids, -1))}
     return Measurement(summarise(workload, rows, begun, memory), work_done(workload, model, prompts, rows), details)

@@ -117,7 +117,10 @@ def exporter_configured() -> bool:
 
 
 def export_to(endpoint: str) -> Any:
-    """A provider that sends spans in batches to an OTLP endpoint over HTTP. Raises `ModuleNotFoundError` without the extra `otel`."""
+    """A provider that sends spans in batches to an OTLP collector over HTTP; `endpoint` is its base URL, as in OpenTelemetry's variables.
+
+    Raises `ModuleNotFoundError` without the extra `otel`.
+    """
     try:
         sdk: Any = importlib.import_module("opentelemetry.sdk.trace")
         batch: Any = importlib.import_module("opentelemetry.sdk.trace.export")
@@ -126,7 +129,9 @@ def export_to(endpoint: str) -> Any:
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(f"exporting traces to {endpoint} needs the extra `gnomon[otel]`: {error}") from error
     provider = sdk.TracerProvider(resource=resources.Resource.create({"service.name": "gnomon"}))
-    provider.add_span_processor(batch.BatchSpanProcessor(otlp.OTLPSpanExporter(endpoint=endpoint)))
+    provider.add_span_processor(
+        batch.BatchSpanProcessor(otlp.OTLPSpanExporter(endpoint=endpoint.rstrip("/") + "/v1/traces"))
+    )
     return provider
 
 

@@ -1,15 +1,16 @@
-"""Finding and loading the model that the flags ask for."""
+"""Loading the model that the flags ask for, with its tokenizer, its template and its own defaults."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from gnomon.cli._library import find
+from gnomon.cli._library import find, stderr
 from gnomon.cli._verbs import CommandError
 from gnomon.config import Config, with_model_defaults
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from gnomon.cli._talk import InProcess
     from gnomon.engine.engine import Engine
     from gnomon.hub.resolve import Found
+    from gnomon.trace import Tracer
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +33,7 @@ class Loaded:
     tokenizer: Tokenizer
     template: ChatTemplate
     config: Config
+    tracer: Tracer
 
 
 def generation_config(path: Path) -> Mapping[str, Any]:
@@ -64,29 +67,46 @@ def start(config: Config, found: Found) -> Loaded:
     from gnomon.chat.tokenizer import Tokenizer
     from gnomon.engine.engine import load as load_engine
 
+    tracer = tracer_of(config)
     config, notes = with_model_defaults(config, generation_config(found.path), found.id), config.notes
     for note in config.notes[len(notes) :]:
         log.warning(note)
     try:
         tokenizer = Tokenizer.load(found.path)
         template = ChatTemplate(tokenizer)
-        engine = load_engine(found.path, config.engine, model_id=found.id)
+        engine = load_engine(found.path, config.engine, model_id=found.id, tracer=tracer)
     except (ValueError, OSError, RuntimeError, ImportError) as e:
         raise CommandError(f"{found.id} can't be loaded: {e}") from e
-    return Loaded(engine, tokenizer, template, config)
+    return Loaded(engine, tokenizer, template, config, tracer)
+
+
+def tracer_of(config: Config) -> Tracer:
+    """The tracer that the flags ask for. Raises CommandError without the packages it needs."""
+    from gnomon.bench.trace import make_tracer
+
+    wanted = config.trace
+    try:
+        return make_tracer(p2r=wanted.p2r_trace, sync=wanted.p2r_sync, otlp_endpoint=wanted.otlp_endpoint)
+    except ModuleNotFoundError as e:
+        raise CommandError(str(e)) from e
 
 
 def load(config: Config) -> InProcess:
-    """The model for `generate` and `chat`, loaded in this process."""
-    from rich.console import Console
-
+    """The model for `generate` and `chat`, found (fetched, if it is the starter) and loaded in this process."""
     from gnomon.cli._talk import InProcess
 
     found = find(config)
-    console = Console(stderr=True)
-    if console.is_terminal and not console.is_dumb_terminal:
-        with console.status(f"loading {found.id}"):
-            loaded = start(config, found)
-    else:
+    with working(f"loading {found.id}"):
         loaded = start(config, found)
     return InProcess(loaded.engine, loaded.tokenizer, loaded.template, loaded.config.sampling)
+
+
+@contextmanager
+def working(what: str) -> Generator[None]:
+    """Says on a terminal that something takes a while."""
+    console = stderr()
+    if console.is_terminal and not console.is_dumb_terminal:
+        with console.status(what):
+            yield
+    else:
+        yield

@@ -51,14 +51,15 @@ class Screen:
                         if status is not None:
                             status.stop()
                             status = None
-                        if printed not in (None, event.kind):
-                            self._between()
+                        if printed != event.kind:
+                            self._turn(printed, event.kind)
                         printed = event.kind
-                        self._print(event)
+                        # Kept first: what Ctrl-C lets the user see is part of the conversation.
                         if event.kind == "content":
                             answer.content += event.text
                         else:
                             answer.reasoning += event.text
+                        self._print(event)
                     elif isinstance(event, Ended):
                         answer.ended = event
         except KeyboardInterrupt:
@@ -89,9 +90,14 @@ class Screen:
         shown = CONTROL.sub(lambda m: chr(0x2400 + ord(m[0])) if ord(m[0]) < 0x20 else "\ufffd", text)
         console.print(Text(shown, style), end="", soft_wrap=True)
 
-    def _between(self) -> None:
-        if self.out.is_terminal:
+    def _turn(self, before: Kind | None, now: Kind) -> None:
+        """Set reasoning and content apart; where text can't be dimmed, by words."""
+        if not self.out.is_terminal:
+            return
+        if before is not None:
             self.out.print("\n")
+        if self.out.is_dumb_terminal and (before is not None or now == "reasoning"):
+            self.out.print("(thinking)" if now == "reasoning" else "(answer)")
 
     def _line_end(self, answer: Answer) -> None:
         said = answer.content or answer.reasoning

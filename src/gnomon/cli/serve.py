@@ -16,7 +16,8 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from gnomon.cli._library import find
-    from gnomon.cli._model import start
+    from gnomon.cli._model import start, working
+    from gnomon.cli._prompt_log import PromptLog
     from gnomon.serve.app import create_app
     from gnomon.serve.server import StartupError, address_of, bind, serve
     from gnomon.serve.services import VERSION
@@ -29,14 +30,19 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError(str(e)) from e
     with bound:
         found = find(config)
-        if console.is_terminal and not console.is_dumb_terminal:
-            with console.status(f"loading {found.id}"):
-                loaded = start(config, found)
-        else:
+        with working(f"loading {found.id}"):
             loaded = start(config, found)
 
         def ready() -> None:
             console.print(f"Gnomon {VERSION} serves {found.id} at {address_of(bound)}", markup=False, soft_wrap=True)
 
-        app = create_app(loaded.engine, loaded.tokenizer, loaded.template, config.http, loaded.config.sampling)
-        return serve(app, loaded.engine, bound, config.http, ready)
+        engine = PromptLog(loaded.engine, loaded.tokenizer) if config.log.log_prompts else loaded.engine
+        app = create_app(
+            engine,
+            loaded.tokenizer,
+            loaded.template,
+            config.http,
+            loaded.config.sampling,
+            tracer=loaded.tracer,
+        )
+        return serve(app, engine, bound, config.http, ready)

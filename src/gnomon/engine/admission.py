@@ -11,9 +11,12 @@ MAX_CHOICES = 8
 MAX_TOP_LOGPROBS = 20
 
 
-def token_limit(request: Request, model: ModelInfo, context_limit: int | None) -> int:
-    """The most tokens each choice may get: `max_tokens`, or less where the context ends before.
+def token_limit(
+    request: Request, model: ModelInfo, context_limit: int | None, budget_context: int | None = None
+) -> int:
+    """The most tokens each choice may get: `max_tokens`, or less where the context or the memory ends before.
 
+    `budget_context` is how many tokens of context the operator's memory budget allows each choice of this request.
     Raises `InvalidRequest` naming the field, its value and the limit.
     """
     if not request.prompt:
@@ -32,19 +35,26 @@ def token_limit(request: Request, model: ModelInfo, context_limit: int | None) -
     if logprobs is not None and not 0 <= logprobs <= MAX_TOP_LOGPROBS:
         raise InvalidRequest(f"logprobs is {logprobs}, but must be between 0 and {MAX_TOP_LOGPROBS}", "logprobs")
     check_sampling(request.sampling, model.vocab_size)
-    limits = [limit for limit in (model.context_length, context_limit) if limit is not None]
+    limits = [limit for limit in (model.context_length, context_limit, budget_context) if limit is not None]
     if not limits:
         return request.max_tokens or UNLIMITED
     context = min(limits)
     room = context - len(request.prompt)
-    if room < 1:
+    if room >= 1:
+        return min(request.max_tokens or room, room)
+    if context == budget_context:
         raise InvalidRequest(
-            f"the prompt has {len(request.prompt)} tokens, but the context is {context} tokens and must hold the prompt "
-            "and at least one token more",
+            f"the prompt has {len(request.prompt)} tokens, but the memory budget holds {context} tokens of context for "
+            f"each of {request.n} choices",
             "prompt",
-            "context_length_exceeded",
+            "memory_budget_exceeded",
         )
-    return min(request.max_tokens or room, room)
+    raise InvalidRequest(
+        f"the prompt has {len(request.prompt)} tokens, but the context is {context} tokens and must hold the prompt "
+        "and at least one token more",
+        "prompt",
+        "context_length_exceeded",
+    )
 
 
 UNLIMITED = 1 << 62

@@ -11,13 +11,13 @@ import mlx.core as mx
 from gnomon.chat.tokenizer import Tokenizer
 from gnomon.config import EngineConfig
 from gnomon.engine.batch import Batch
+from gnomon.engine.budget import Budget
 from gnomon.engine.counters import Counters
 from gnomon.engine.heart import Heart
 from gnomon.engine.mailbox import Cancel, Mailbox, Stop, Submit
-from gnomon.engine.prefill import Prefill
 from gnomon.engine.row import Job, ProposerFactory, Row
+from gnomon.engine.runner import Runner, forked
 from gnomon.engine.scheduler import Prepared, Scheduler
-from gnomon.engine.step import MAX_PROPOSALS, Stepper
 from gnomon.models.load import LoadedModel
 from gnomon.state.batch_state import BatchState
 from gnomon.trace import OFF, Phase, Tracer, Value
@@ -27,10 +27,8 @@ log = logging.getLogger(__name__)
 CLEAR_CACHE_STEPS = 256
 """As mlx-lm: buffers that MLX keeps for reuse are given back every so many steps."""
 GAUGE_SECONDS = 0.25
-
-
-class DeviceFailed(RuntimeError):
-    """Not even one token through a fresh state can be computed."""
+MAX_REBUILDS = 3
+"""Shared steps failing in a row, though every row steps well alone, after which their requests fail."""
 
 
 class Core:
@@ -45,6 +43,7 @@ class Core:
         loaded: LoadedModel,
         tokenizer: Tokenizer,
         config: EngineConfig,
+        budget: Budget,
         mailbox: Mailbox,
         counters: Counters,
         heart: Heart,
@@ -56,15 +55,14 @@ class Core:
     ) -> None:
         self.loaded = loaded
         self.tokenizer = tokenizer
-        self.config = config
         self.mailbox = mailbox
         self.counters = counters
         self.heart = heart
+        self.runner = Runner(loaded, config, counters, heart, prime)
         self.make_proposer = propose if loaded.binding.window_safe else None
         if propose is not None and not loaded.binding.window_safe:
             log.warning("a window of several tokens disturbs %s models: nothing is proposed", loaded.model_type)
         self.on_close = on_close
-        self.prime = prime
         self.tracer = tracer
         self.eos_ids = frozenset({*loaded.eos_token_ids, *tokenizer.eos_ids})
         binding = loaded.binding
@@ -72,15 +70,18 @@ class Core:
             rows=config.batch if binding.batchable else 1,
             chunk=config.prefill_chunk,
             may_group=binding.batchable and binding.pad_safe,
-            new_prefill=lambda jobs: self.new_prefill([job.prompt for job in jobs]),
+            new_prefill=lambda jobs: self.runner.new_prefill([job.prompt for job in jobs]),
+            has_memory=lambda job: budget.has_room([job, *(other for other in self.jobs.values() if other.admitted)]),
         )
         self.jobs: dict[str, Job] = {}
         """Open requests that reached this thread."""
         self.stopping = False
         self.gauges_due = 0.0
         self.num_spans = 0
+        self.num_rebuilds = 0
+        """Shared steps that failed since one went well."""
         self.batch = Batch()
-        self.stepper = self.new_stepper(self.batch)
+        self.stepper = self.runner.new_stepper(self.batch)
         self.take_gauges()
 
     # A turn
@@ -135,14 +136,14 @@ class Core:
         jobs, prefill = preparation.jobs, preparation.prefill
         begun, tokens = time.monotonic(), 0 if prefill.finished else prefill.num_tokens
         try:
-            self.run_window(prefill)
+            self.runner.run_window(prefill)
         except Exception as error:  # noqa: BLE001  (any failure here has an owner among these requests, or the device is gone)
             if len(jobs) == 1:
-                self.fail(jobs[0], error)
+                jobs[0].fail(error)
             else:
                 self.prefill_apart(jobs, error)
             if not any(job.open for job in jobs):
-                self.probe()
+                self.runner.probe()
             return
         if tokens:
             self.trace(jobs, "prefill", begun, tokens=tokens)
@@ -150,7 +151,7 @@ class Core:
             try:
                 job.tell_progress(min(prefill.done, len(job.prompt) - 1))
             except Exception as error:  # noqa: BLE001  (a sink's failure is its request's own)
-                self.fail(job, error)
+                job.fail(error)
         if prefill.finished:
             for job in jobs:
                 job.prefilled = time.monotonic()
@@ -167,7 +168,7 @@ class Core:
             if is_last or row is None:
                 scheduler.prepared.popleft()
             if row is not None:
-                self.batch.join([row], ready.state if is_last else ready.state.fork(0))
+                self.batch.join([row], ready.state if is_last else forked(ready.state, 0))
 
     def step(self) -> None:
         rows = self.batch.num_open
@@ -184,6 +185,8 @@ class Core:
         stepped = True
         try:
             stepped = self.stepper.step()
+            if rows > 1:
+                self.num_rebuilds = 0
         except Exception as error:  # noqa: BLE001  (whichever row is to blame is found by stepping each alone)
             self.rebuild(error)
         seconds = time.perf_counter() - begun
@@ -204,12 +207,7 @@ class Core:
 
     def rest(self) -> None:
         """Nothing is open: hold no state and no spare memory, and see that the books are straight."""
-        if self.batch.rows or self.stepper.flight is not None:
-            mx.synchronize()
-        self.batch.clear()
-        self.stepper.flight = None
-        self.scheduler.drop_closed()
-        mx.clear_cache()
+        self.close()
         self.check_integrity()
         self.take_gauges()
 
@@ -223,9 +221,9 @@ class Core:
             if not job.open:
                 continue
             for row in rows[1:]:
-                self.batch.join([row], state.fork(b))
+                self.batch.join([row], forked(state, b))
             if job.num_unstarted:
-                self.scheduler.prepared.append(Prepared(job, state.fork(b)))
+                self.scheduler.prepared.append(Prepared(job, forked(state, b)))
             first[b] = rows[0]
         if not first:
             return
@@ -240,17 +238,8 @@ class Core:
         try:
             return job.begin_row(self.tokenizer, self.eos_ids, self.make_proposer)
         except Exception as error:  # noqa: BLE001  (both are made from this request's own fields)
-            self.fail(job, error)
+            job.fail(error)
             return None
-
-    def run_window(self, prefill: Prefill) -> None:
-        if prefill.finished:
-            return
-        tokens, begun = prefill.num_tokens, time.perf_counter()
-        self.heart.beat(f"prefilling {tokens} tokens", tokens)
-        prefill.advance()
-        self.counters.prefill.add(tokens, time.perf_counter() - begun)
-        self.counters.prefill_chunks += 1
 
     # Traces
 
@@ -278,10 +267,6 @@ class Core:
 
     # Failures
 
-    def fail(self, job: Job, error: Exception) -> None:
-        log.warning("request %s failed: %s", job.request.id, error, exc_info=error)
-        job.fail(error)
-
     def prefill_apart(self, jobs: Sequence[Job], error: Exception) -> None:
         """A window over several prompts failed: prefill each alone, so that only those to blame fail."""
         log.warning("prefill of %d prompts together failed, trying each alone: %s", len(jobs), error)
@@ -289,23 +274,26 @@ class Core:
         for job in jobs:
             if job.open:
                 try:
-                    prefill = self.prefill_alone(job.prompt)
+                    prefill = self.runner.prefill_alone(job.prompt)
                 except Exception as own:  # noqa: BLE001  (this request alone was in the window)
-                    self.fail(job, own)
+                    job.fail(own)
                 else:
                     self.begin([job], prefill.state)
 
     def rebuild(self, error: Exception) -> None:
         """A shared step failed and left states undefined: recompute each row's from its tokens and step it alone.
 
-        A row whose own step fails too is to blame and fails with its request; the others go on, a token further.
+        A row whose own step fails too is to blame and fails with its request; the others go on, a token further. That costs a
+        prefill of every row, so it is not repeated without end.
         """
         rows = [row for row in self.batch.rows if row.open]
         self.batch.clear()
-        self.stepper = self.new_stepper(self.batch)
+        self.stepper = self.runner.new_stepper(self.batch)
         mx.clear_cache()
-        if len(rows) == 1:
-            self.fail(rows[0].job, error)
+        self.num_rebuilds += 1
+        if len(rows) == 1 or self.num_rebuilds > MAX_REBUILDS:
+            for row in rows:
+                row.job.fail(error)
         else:
             log.warning("a step of %d rows failed, trying each alone: %s", len(rows), error, exc_info=error)
             self.counters.recoveries += 1
@@ -313,60 +301,41 @@ class Core:
             self.read_mail()
             if row.open:
                 try:
-                    state = self.step_alone(row)
+                    state = self.runner.step_alone(row)
                 except Exception as own:  # noqa: BLE001  (this row alone was in the step)
-                    self.fail(row.job, own)
+                    row.job.fail(own)
                 else:
                     if row.open:
                         self.batch.join([row], state)
         if not self.batch.rows:
-            self.probe()
-
-    def step_alone(self, row: Row) -> BatchState:
-        """The row's state after prefilling all its tokens and one step in a batch of its own."""
-        prefill = self.prefill_alone([*row.job.prompt, *row.tokens])
-        batch = Batch()
-        batch.join([row], prefill.state)
-        stepper = self.new_stepper(batch)
-        stepper.step()
-        stepper.land()
-        return prefill.state
-
-    def prefill_alone(self, tokens: Sequence[int]) -> Prefill:
-        prefill = self.new_prefill([tokens])
-        while not prefill.finished:
-            self.run_window(prefill)
-        return prefill
-
-    def probe(self) -> None:
-        """Run one token through a fresh state. Raises `DeviceFailed`."""
-        try:
-            state = self.new_state()
-            state.begin(1)
-            logits = self.loaded.model(mx.array([[0]], dtype=mx.int32), cache=state.caches)
-            state.commit()
-            mx.eval(logits)
-        except Exception as error:
-            raise DeviceFailed(f"the device failed: {error}") from error
+            self.runner.probe()
 
     def reset(self, error: Exception) -> None:
         """Fail every request that was admitted and forget all state. Raises `DeviceFailed`."""
         self.counters.recoveries += 1
         for job in self.jobs.values():
             if job.admitted:
-                self.fail(job, error)
+                job.fail(error)
         self.batch.clear()
-        self.stepper = self.new_stepper(self.batch)
+        self.stepper = self.runner.new_stepper(self.batch)
         self.scheduler.drop_closed()
         self.reap()
         mx.clear_cache()
-        self.probe()
+        self.runner.probe()
 
     def fail_all(self, error: Exception, code: str) -> None:
         """The end: every open request hears that the engine can't go on."""
         for job in self.jobs.values():
             job.fail(error, code, fatal=True)
         self.reap()
+
+    def close(self) -> None:
+        """Let go of all states, after what still computes on them."""
+        mx.synchronize()
+        self.batch.clear()
+        self.stepper.flight = None
+        self.scheduler.drop_closed()
+        mx.clear_cache()
 
     def check_integrity(self) -> None:
         """Raise RuntimeError when the books of an idle core aren't empty."""
@@ -377,38 +346,6 @@ class Core:
                 f"idle with {len(scheduler.waiting)} waiting, {scheduler.num_preparing} preparing and "
                 f"{len(self.batch.rows)} running"
             )
-
-    # Makers
-
-    def new_state(self) -> BatchState:
-        binding = self.loaded.binding
-        return BatchState(
-            self.loaded.model,
-            binding.make_caches(),
-            pad_safe=binding.pad_safe,
-            slack=MAX_PROPOSALS,
-            mask_ndim=binding.mask_ndim,
-        )
-
-    def new_prefill(self, prompts: Sequence[Sequence[int]]) -> Prefill:
-        return Prefill(self.loaded.model, self.new_primed, prompts, self.config.prefill_chunk)
-
-    def new_primed(self) -> BatchState:
-        state = self.new_state()
-        if self.prime is not None:
-            self.prime(state)
-        return state
-
-    def new_stepper(self, batch: Batch) -> Stepper:
-        loaded = self.loaded
-        return Stepper(
-            loaded.model,
-            batch,
-            self.config,
-            self.counters,
-            vocab_size=loaded.vocab_size,
-            pad_safe=loaded.binding.pad_safe,
-        )
 
     def take_gauges(self) -> None:
         """Read what only this thread may read: sizes of arrays and MLX's memory."""

@@ -28,12 +28,14 @@ from gnomon.engine.api import (
     SamplingParams,
     Sink,
 )
+from gnomon.engine.budget import Budget, allocator_limits, budget_for
 from gnomon.engine.completion import Completion, collect
-from gnomon.engine.core import Core, DeviceFailed
+from gnomon.engine.core import Core
 from gnomon.engine.counters import Counters
 from gnomon.engine.heart import Heart
 from gnomon.engine.mailbox import Cancel, Mailbox, Stop, Submit
 from gnomon.engine.row import Job, ProposerFactory
+from gnomon.engine.runner import DeviceFailed
 from gnomon.engine.sampling import fresh_seed
 from gnomon.models.load import LoadedModel
 from gnomon.models.load import load as load_model
@@ -84,6 +86,7 @@ class Engine:
         self._started = time.time()
         self._model: ModelInfo | None = None
         self._core: Core | None = None
+        self._budget: Budget | None = None
         self._error: Exception | None = None
         self._loaded = threading.Event()
         self._draining = False
@@ -118,7 +121,9 @@ class Engine:
 
         Raises `InvalidRequest`, `QueueFull` or `EngineUnavailable`; then nothing was started.
         """
-        limit = admission.token_limit(request, self.model, self.config.context_limit)
+        model, budget = self.model, self._budget
+        in_memory = budget.max_context(max(1, request.n)) if budget is not None else None
+        limit = admission.token_limit(request, model, self.config.context_limit, in_memory)
         seed = request.sampling.seed
         job = Job(request, sink, limit, fresh_seed() if seed is None else seed)
         with self._lock:
@@ -163,11 +168,14 @@ class Engine:
         n: int = 1,
         ignore_eos: bool = False,
     ) -> Completion:
-        """Continue a prompt and wait for the end. Text is encoded with the model's special tokens, without a chat template.
+        """Continue a prompt and wait for the end.
+
+        Text takes no chat template; what the model wants around a raw prompt (a beginning-of-sequence token) is added, unless it is
+        there already.
 
         Raises an `EngineError` when the request is refused or fails.
         """
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        ids = self._encode(prompt) if isinstance(prompt, str) else prompt
         request = Request(
             id=f"generate-{uuid.uuid4().hex}",
             prompt=tuple(ids),
@@ -178,6 +186,10 @@ class Engine:
             n=n,
         )
         return collect(self.stream(request), n)
+
+    def _encode(self, text: str) -> list[int]:
+        begin = self.tokenizer.special_tokens.get("bos_token")
+        return self.tokenizer.encode(text, special=not begin or not text.startswith(begin))
 
     def health(self) -> Health:
         age, error = self._heart.age, self._error
@@ -203,7 +215,7 @@ class Engine:
                 "started_at": self._started,
                 "open_requests": len(jobs),
             },
-            **stats.snapshot(self._counters, self.config, self._model, jobs),
+            **stats.snapshot(self._counters, self.config, self._model, self._budget, jobs),
         }
 
     def drain(self, timeout: float) -> bool:
@@ -251,14 +263,19 @@ class Engine:
     # The thread
 
     def _run(self) -> None:
+        with allocator_limits(self.config.memory_budget):
+            self._live()
+        # The weights go with the core, unless the caller of `load` holds them.
+        self._core = None
+
+    def _live(self) -> None:
         try:
             core = self._core = self._open_core()
         except Exception as error:  # noqa: BLE001  (whatever the load raised reaches the caller through `wait` and `health`)
-            self._error = error
-            self._loaded.set()
             self._fail(None, error)
             return
-        self._loaded.set()
+        finally:
+            self._loaded.set()
         resets, finished = 0, 0
         while not core.stopping:
             try:
@@ -283,14 +300,17 @@ class Engine:
                     self._fail(core, error)
                     return
         self._end(core, EngineUnavailable("the engine was stopped"), "engine_stopped")
+        core.close()
 
     def _open_core(self) -> Core:
         loaded = self._load()
         binding = loaded.binding
+        budget = self._budget = budget_for(loaded, self.config.memory_budget)
         core = Core(
             loaded,
             self.tokenizer,
             self.config,
+            budget,
             self._mailbox,
             self._counters,
             self._heart,
@@ -355,6 +375,7 @@ def load(
     *,
     model_id: str | None = None,
     on_failure: Callable[[str], None] | None = None,
+    tracer: Tracer = OFF,
 ) -> Engine:
     """Load the MLX model directory at `path` and start its engine. Raises what loading raises.
 
@@ -362,7 +383,9 @@ def load(
     """
     path = Path(path)
     tokenizer = Tokenizer.load(path)
-    engine = Engine(lambda: load_model(path), tokenizer, config, model_id=model_id, on_failure=on_failure)
+    engine = Engine(
+        lambda: load_model(path), tokenizer, config, model_id=model_id, on_failure=on_failure, tracer=tracer
+    )
     try:
         engine.wait()
     except BaseException:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Collection, Sequence
 
@@ -21,6 +22,8 @@ from gnomon.engine.api import (
 from gnomon.engine.output import TextOutput, token_logprob
 from gnomon.engine.sampling import RowSampling, Score
 from gnomon.propose import Proposer
+
+log = logging.getLogger(__name__)
 
 ProposerFactory = Callable[[Request, int], Proposer | None]
 """Makes the proposer of one choice (request, choice index), or None for plain decoding."""
@@ -92,6 +95,8 @@ class Job:
         """Close the request with an error; its sink hears nothing after."""
         if not self.open:
             return
+        if not fatal:
+            log.warning("request %s failed: %s", self.request.id, error, exc_info=error)
         self.open = False
         self.error = error
         for row in self.rows:

@@ -41,6 +41,8 @@ class Scheduler:
     chunk: int
     may_group: bool
     new_prefill: NewPrefill
+    has_memory: Callable[[Job], bool]
+    """Whether a request fits beside those admitted."""
     waiting: deque[Job] = field(default_factory=deque[Job])
     admitted: deque[Job] = field(default_factory=deque[Job])
     long: Preparation | None = None
@@ -72,7 +74,7 @@ class Scheduler:
 
     def may_admit(self, job: Job) -> bool:
         """Rows freed up go to the remaining choices of a running request first."""
-        return not self.prepared and self.need(job) <= self.num_free
+        return not self.prepared and self.need(job) <= self.num_free and self.has_memory(job)
 
     def admit(self) -> Iterator[Job]:
         """Move requests that fit from the queue to preparation, in order."""

@@ -7,18 +7,20 @@ from typing import Any
 
 from gnomon.config import EngineConfig
 from gnomon.engine.api import ModelInfo
+from gnomon.engine.budget import Budget
 from gnomon.engine.counters import Counters
 from gnomon.engine.row import Job
 
 
 def snapshot(
-    counters: Counters, config: EngineConfig, model: ModelInfo | None, open_jobs: Iterable[Job]
+    counters: Counters, config: EngineConfig, model: ModelInfo | None, budget: Budget | None, open_jobs: Iterable[Job]
 ) -> dict[str, Any]:
     """Sections by subject. Bytes, seconds and tokens; rates in tokens per second, None before the first token."""
     batchable = model is not None and model.batchable
     waiting = sum(not job.admitted for job in open_jobs)
     context = model.context_length if model is not None else None
-    limits = [limit for limit in (context, config.context_limit) if limit is not None]
+    in_memory = budget.max_context(1) if budget is not None else None
+    limits = [limit for limit in (context, config.context_limit, in_memory) if limit is not None]
     c = counters
     return {
         "batch": {
@@ -33,9 +35,10 @@ def snapshot(
             "why_not_batchable": model.why_not_batchable if model is not None else None,
         },
         "admission": {
-            "max_safe_context": context,
+            "max_safe_context": budget.max_safe_context if budget is not None else None,
             "enforced_context_tokens": min(limits) if limits else None,
             "memory_budget_bytes": config.memory_budget,
+            "usable_bytes": budget.usable if budget is not None else None,
             "weights_bytes": model.weight_bytes if model is not None else None,
             "queue_limit": config.queue,
             "waiting_requests": waiting,

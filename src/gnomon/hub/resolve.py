@@ -36,18 +36,14 @@ def resolve(wanted: str | None, registry: Registry, *, fits: Judge, runs: Judge,
     if not wanted:
         return _pick(registry, fits, runs, ram)
     path = Path(wanted).expanduser()
-    if path.is_dir():
-        return _directory(path)
+    if (path / "config.json").is_file():
+        return Found(path, id_of(path))
+    if path.is_dir() and ("/" in wanted or wanted.startswith((".", "~"))):
+        raise HubError(f"{path} has no config.json: it is not a model directory")
     if path.is_file():
         hint = f"; convert it once with: gnomon get {wanted}" if path.suffix == ".gguf" else ""
         raise HubError(f"{wanted} is a file, not a model directory{hint}")
     return _search(wanted, registry)
-
-
-def _directory(path: Path) -> Found:
-    if not (path / "config.json").is_file():
-        raise HubError(f"{path} has no config.json: it is not a model directory")
-    return Found(path, id_of(path))
 
 
 def id_of(path: Path) -> str:

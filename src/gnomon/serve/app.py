@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 from starlette.middleware.cors import CORSMiddleware
 
 from gnomon.chat.template import ChatTemplate
@@ -17,9 +20,17 @@ from gnomon.serve.routes import chat_completions, completions, health, metrics, 
 from gnomon.serve.services import VERSION, Services, Timing, Vocabulary
 from gnomon.serve.wire.chat import ChatRequest
 from gnomon.serve.wire.completions import CompletionRequest
+from gnomon.trace import OFF, Tracer
 
 ROUTES = (chat_completions, completions, models, root, health, stats, metrics)
 EXPOSED = ("x-request-id", TRACE_HEADER, "x-gnomon-tier", "retry-after", "warning")
+
+
+def _endpoints() -> Iterator[str]:
+    for module in ROUTES:
+        for route in module.router.routes:
+            if isinstance(route, APIRoute):
+                yield from (f"{method} {route.path_format}" for method in route.methods or ())
 
 
 def create_app(
@@ -31,6 +42,7 @@ def create_app(
     *,
     timing: Timing | None = None,
     owner: str = "gnomon",
+    tracer: Tracer = OFF,
 ) -> FastAPI:
     """An ASGI application over `engine`.
 
@@ -55,6 +67,8 @@ def create_app(
         metrics=Metrics(engine),
         preparation=PreparationPool(http.preparation_queue),
         owner=owner,
+        tracer=tracer,
+        endpoints=tuple(sorted(_endpoints())),
     )
     for module in ROUTES:
         app.include_router(module.router)

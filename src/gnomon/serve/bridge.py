@@ -13,6 +13,7 @@ from typing import Self
 
 from gnomon.engine.api import Delta, Engine, EngineError, Event, Failed, Finished, Progress, Request
 from gnomon.serve.errors import APIError, from_engine
+from gnomon.trace import OFF, Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +28,9 @@ class EventStream:
     in decode, the engine gives its row or slot back at the next chunk or step.
     """
 
-    def __init__(self, engine: Engine, requests: Sequence[Request], capacity: int = CAPACITY) -> None:
+    def __init__(
+        self, engine: Engine, requests: Sequence[Request], capacity: int = CAPACITY, tracer: Tracer = OFF
+    ) -> None:
         """Submit the requests, all or none. Must run on the event loop. Raises APIError with the engine's reason."""
         self._engine = engine
         self._loop = asyncio.get_running_loop()
@@ -40,8 +43,15 @@ class EventStream:
         self.submitted_at = time.perf_counter()
         self.first_token_at: float | None = None
         self.progress: dict[str, Progress] = {}
+        self._tracer = tracer
+        self._traced: list[str] = []
+        self._sent: deque[tuple[str, float]] = deque()
+        """Texts under way: request and when the engine gave them out. The first `_handed` of them were read here."""
+        self._handed = 0
         try:
             for request in requests:
+                tracer.begin(request.id, request.trace_id)
+                self._traced.append(request.id)
                 engine.submit(request, self._sink)
                 self._open.add(request.id)
         except EngineError as error:
@@ -55,6 +65,8 @@ class EventStream:
 
     def _sink(self, event: Event) -> None:
         # On the engine thread.
+        if self._tracer.enabled and isinstance(event, Delta):
+            self._sent.append((event.request_id, time.monotonic()))
         try:
             self._loop.call_soon_threadsafe(self._receive, event)
         except RuntimeError:
@@ -83,6 +95,7 @@ class EventStream:
 
         Raises APIError when the reader fell so far behind that its request was cancelled.
         """
+        self._delivered()
         if not (self._pending or self._overflowed or self.ended):
             self._wake.clear()
             with contextlib.suppress(TimeoutError):
@@ -97,7 +110,16 @@ class EventStream:
             )
         events = list(self._pending)
         self._pending.clear()
+        if self._tracer.enabled:
+            self._handed = sum(isinstance(event, Delta) for event in events)
         return events
+
+    def _delivered(self) -> None:
+        """Whoever asks for more, or closes, has written what it was given before: that ends these deliveries."""
+        for _ in range(self._handed):
+            request_id, sent = self._sent.popleft()
+            self._tracer.span(request_id, "delivery", sent)
+        self._handed = 0
 
     def _cancel(self) -> None:
         for request_id in tuple(self._open):
@@ -109,6 +131,9 @@ class EventStream:
             self._closed = True
             self._pending.clear()
             self._cancel()
+            self._delivered()
+            for request_id in self._traced:
+                self._tracer.end(request_id)
 
     async def __aenter__(self) -> Self:
         return self

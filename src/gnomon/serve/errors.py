@@ -21,6 +21,10 @@ SHOWN = 80
 """Characters of an offending value that a message repeats."""
 
 
+ENDED = frozenset({"engine_stopped", "engine_failed"})
+"""Codes of failures that are the engine's end and no fault of the request."""
+
+
 class APIError(Exception):
     """A request that gets an error in place of an answer."""
 
@@ -91,7 +95,7 @@ def from_engine(error: EngineError) -> APIError:
 
 def from_failed(event: Failed) -> APIError:
     """What a request that failed after it was admitted gets."""
-    if event.fatal:
+    if event.fatal or event.code in ENDED:
         return APIError(503, event.message, type="server_error", code=event.code)
     return internal(event.message, event.code)
 

@@ -111,7 +111,7 @@ class Generation:
         self._endpoint = endpoint
         self._assembly = Assembly(requests, splitter)
         try:
-            self._stream = EventStream(services.engine, requests)
+            self._stream = EventStream(services.engine, requests, tracer=services.tracer)
         except APIError as error:
             if error.param == "prompt":
                 error.param = prompt_field

@@ -17,6 +17,8 @@ from gnomon.serve.metrics import Metrics
 logger = logging.getLogger("gnomon.serve.access")
 
 HEADER_COUNT = 128
+PROBED = frozenset({"/health", "/metrics"})
+"""Asked for every few seconds by supervisors: logged only when something is wrong."""
 TRACE_HEADER = "x-gnomon-trace-id"
 _TRACE_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
@@ -65,12 +67,11 @@ class RequestFrame:
         trace_id = trace_id if trace_id is not None and refusal is None else request_id
         scope.setdefault("state", {}).update(request_id=request_id, trace_id=trace_id)
         about.set(request_id)
-        status = 0
+        sent: list[int] = []
 
         async def framed(message: Message) -> None:
-            nonlocal status
             if message["type"] == "http.response.start":
-                status = message["status"]
+                sent.append(message["status"])
                 headers = MutableHeaders(scope=message)
                 headers["x-request-id"] = request_id
                 headers[TRACE_HEADER] = trace_id
@@ -79,12 +80,18 @@ class RequestFrame:
         try:
             await (self.app if refusal is None else refusal.response())(scope, receive, framed)
         except Exception:  # nobody foresaw it: the client hears of it with the id under which the log has it
-            if status:
+            if sent:
                 raise
-            logger.exception("%s %s failed", scope["method"], scope["path"])
+            logger.exception("%s of %s failed", scope["method"], getattr(scope.get("route"), "path", "unmatched"))
             await internal().response()(scope, receive, framed)
         finally:
+            # Without a response the client had left.
+            status = sent[0] if sent else 499
             seconds = time.perf_counter() - started
             route = getattr(scope.get("route"), "path", "unmatched")
             self.metrics.request(scope["method"], route, status, seconds)
-            logger.info("%s %s %d %.1f ms", scope["method"], scope["path"], status, seconds * 1e3)
+            level = logging.DEBUG if scope["path"] in PROBED and status == 200 else logging.INFO
+            # As it came, percent-encoded: the decoded path may hold line breaks.
+            raw: bytes = scope.get("raw_path") or b"?"
+            target = raw.decode("ascii", "replace")
+            logger.log(level, "%s %s %d %.1f ms", scope["method"], target, status, seconds * 1e3)

@@ -14,6 +14,7 @@ from gnomon.config import HTTPConfig, SamplingDefaults
 from gnomon.engine.api import Engine
 from gnomon.serve.metrics import Metrics
 from gnomon.serve.preparation import PreparationPool
+from gnomon.trace import OFF, Tracer
 
 VERSION = version("gnomon")
 FINGERPRINT = f"gnomon-{VERSION}"
@@ -59,6 +60,9 @@ class Services:
     metrics: Metrics
     preparation: PreparationPool
     owner: str
+    endpoints: tuple[str, ...]
+    """Method and path of every route."""
+    tracer: Tracer = OFF
     started_at: float = field(default_factory=time.time)
 
 

@@ -22,12 +22,12 @@ ABORT = "gnomon.abort"
 """Key of `scope["state"]` under which the server puts a function that drops the connection at once."""
 
 
-def encode(value: Mapping[str, Any]) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 
 
 def frame(value: Mapping[str, Any]) -> bytes:
-    return f"data: {encode(value)}\n\n".encode()
+    """One event: `data: {…}` and a blank line."""
+    return f"data: {_encode(value)}\n\n".encode()
 
 
 class EventSourceResponse(Response):

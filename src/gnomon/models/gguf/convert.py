@@ -85,6 +85,10 @@ def convert(
     reader = _open(source)
     metadata: dict[str, Any] = {name: value.contents() for name, value in reader.fields.items()}
     name, architecture = architecture_of(metadata)
+    if int(metadata.get("split.count", 1)) > 1:
+        raise UnsupportedGGUF(
+            f"{source.name} is one of {metadata['split.count']} parts (split.count): join them first, with llama.cpp's gguf-split --merge"
+        )
     plan = _plan(reader.tensors, architecture, Fields(metadata, name), "F32" if widen == "float32" else "BF16")
     config = _config(reader.tensors, metadata, plan)
     partial = destination.with_name(f".{destination.name}.partial")

@@ -1,0 +1,96 @@
+"""Memory: what requests are predicted to take, and the limit that an operator may set on it."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import mlx.core as mx
+import psutil
+
+from gnomon.engine.row import Job
+from gnomon.models.fit import PREFILL, TRANSIENT_PER_TOKEN, Needs, measure_needs, usable
+from gnomon.models.load import LoadedModel
+
+
+class OverBudget(ValueError):
+    """The model alone takes more than the operator allows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """`limit` bytes is the operator's; None is advice only, and nothing is refused. `needs` is None where there are no files to measure."""
+
+    needs: Needs | None
+    limit: int | None
+    usable: int
+
+    @property
+    def max_safe_context(self) -> int | None:
+        """Tokens of one request that should fit."""
+        return self.needs.max_context(self.usable) if self.needs is not None else None
+
+    def max_context(self, n: int) -> int | None:
+        """The most tokens each of `n` choices may reach with nothing else running; None without a limit."""
+        if self.needs is None or self.limit is None:
+            return None
+        low, high = 0, self.needs.max_positions or 1 << 24
+        if self._total([(high, n)]) <= self.limit:
+            return high
+        while low < high - 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._total([(middle, n)]) <= self.limit else (low, middle)
+        return low
+
+    def has_room(self, jobs: Iterable[Job]) -> bool:
+        """Whether these requests fit together, each grown to its limit."""
+        if self.limit is None:
+            return True
+        return self._total([(len(job.prompt) + job.limit, job.num_unfinished) for job in jobs]) <= self.limit
+
+    def _total(self, choices: Iterable[tuple[int, int]]) -> float:
+        """Weights, states of (context, number of choices), and the transient of one prefill window, in bytes."""
+        if self.needs is None:
+            return 0.0
+        choices = list(choices)
+        longest = max((context for context, _ in choices), default=0)
+        states = sum(self.needs.kv(context) * n for context, n in choices)
+        return self.needs.weights + states + min(PREFILL, longest) * TRANSIENT_PER_TOKEN
+
+
+@contextmanager
+def allocator_limits(limit: int | None) -> Generator[None]:
+    """Hold MLX's allocator to the operator's limit, and on Metal keep weights wired, as mlx-lm does while it generates."""
+    memory = mx.set_memory_limit(limit) if limit is not None else None
+    wired = None
+    if mx.metal.is_available():
+        wired = mx.set_wired_limit(int(mx.device_info()["max_recommended_working_set_size"]))
+    try:
+        yield
+    finally:
+        if memory is not None:
+            mx.set_memory_limit(memory)
+        if wired is not None:
+            mx.set_wired_limit(wired)
+
+
+def budget_for(loaded: LoadedModel, limit: int | None) -> Budget:
+    """Measure a loaded model.
+
+    Raises `OverBudget` when not even one token fits, and ValueError when there is a limit and the model can't be measured.
+    """
+    try:
+        needs = measure_needs(loaded.path)
+    except (OSError, ValueError):
+        if limit is not None:
+            raise
+        needs = None
+    ram = int(mx.device_info().get("memory_size") or psutil.virtual_memory().total)
+    budget = Budget(needs, limit, int(usable(ram, limit)))
+    if limit is not None and not budget.max_context(1):
+        raise OverBudget(
+            f"the model's weights take {loaded.weight_bytes} bytes, and with one token of context that is more than "
+            f"the memory budget of {limit} bytes"
+        )
+    return budget

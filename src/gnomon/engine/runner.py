@@ -1,0 +1,115 @@
+"""What can be computed with the loaded model: windows of prompts, steps, and one row apart from the others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import mlx.core as mx
+
+from gnomon.config import EngineConfig
+from gnomon.engine.batch import Batch
+from gnomon.engine.counters import Counters
+from gnomon.engine.heart import Heart
+from gnomon.engine.prefill import Prefill
+from gnomon.engine.row import Row
+from gnomon.engine.step import MAX_PROPOSALS, Stepper
+from gnomon.models.load import LoadedModel
+from gnomon.state.batch_state import BatchState
+
+
+class DeviceFailed(RuntimeError):
+    """Not even one token through a fresh state can be computed."""
+
+
+def forked(state: BatchState, row: int) -> BatchState:
+    """A copy of one row that is computed: a lazy one would make the next append copy the buffers it still needs."""
+    copy = state.fork(row)
+    mx.eval(copy.arrays())
+    return copy
+
+
+class Runner:
+    """Makes states, prefills and steppers over one model. `prime` may fill the fresh state of a prompt before its prefill."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        config: EngineConfig,
+        counters: Counters,
+        heart: Heart,
+        prime: Callable[[BatchState], None] | None = None,
+    ) -> None:
+        self.loaded = loaded
+        self.config = config
+        self.counters = counters
+        self.heart = heart
+        self.prime = prime
+
+    def new_state(self) -> BatchState:
+        binding = self.loaded.binding
+        return BatchState(
+            self.loaded.model,
+            binding.make_caches(),
+            pad_safe=binding.pad_safe,
+            slack=MAX_PROPOSALS,
+            mask_ndim=binding.mask_ndim,
+        )
+
+    def new_prefill(self, prompts: Sequence[Sequence[int]]) -> Prefill:
+        return Prefill(self.loaded.model, self._new_primed, prompts, self.config.prefill_chunk)
+
+    def new_stepper(self, batch: Batch) -> Stepper:
+        loaded = self.loaded
+        return Stepper(
+            loaded.model,
+            batch,
+            self.config,
+            self.counters,
+            vocab_size=loaded.vocab_size,
+            pad_safe=loaded.binding.pad_safe,
+        )
+
+    def run_window(self, prefill: Prefill) -> None:
+        """Advance a prefill by a window, if any is left."""
+        if prefill.finished:
+            return
+        tokens, begun = prefill.num_tokens, time.perf_counter()
+        self.heart.beat(f"prefilling {tokens} tokens", tokens)
+        prefill.advance()
+        self.counters.prefill.add(tokens, time.perf_counter() - begun)
+        self.counters.prefill_chunks += 1
+
+    def prefill_alone(self, tokens: Sequence[int]) -> Prefill:
+        """A finished prefill of these tokens."""
+        prefill = self.new_prefill([tokens])
+        while not prefill.finished:
+            self.run_window(prefill)
+        return prefill
+
+    def step_alone(self, row: Row) -> BatchState:
+        """The row's state after a prefill of all its tokens and one step in a batch of its own, which delivers the next token."""
+        prefill = self.prefill_alone([*row.job.prompt, *row.tokens])
+        batch = Batch()
+        batch.join([row], prefill.state)
+        stepper = self.new_stepper(batch)
+        stepper.step()
+        stepper.land()
+        return prefill.state
+
+    def probe(self) -> None:
+        """Run one token through a fresh state. Raises `DeviceFailed`."""
+        try:
+            state = self.new_state()
+            state.begin(1)
+            logits = self.loaded.model(mx.array([[0]], dtype=mx.int32), cache=state.caches)
+            state.commit()
+            mx.eval(logits)
+        except Exception as error:
+            raise DeviceFailed(f"the device failed: {error}") from error
+
+    def _new_primed(self) -> BatchState:
+        state = self.new_state()
+        if self.prime is not None:
+            self.prime(state)
+        return state
