@@ -1,0 +1,24 @@
+"""The kernels under test, loaded once per process."""
+
+from functools import cache
+from types import ModuleType
+
+import pytest
+
+from gnomon.kernels import build
+
+
+def all_isas() -> list[str]:
+    """Instruction sets to test: those of this CPU and the portable one."""
+    return list(dict.fromkeys((*build.cpu_isas(), "portable")))
+
+
+@cache
+def load_kernels() -> ModuleType:
+    """The native kernels with every instruction set that this CPU can run, built once into the user's cache."""
+    try:
+        return build.load(build.ensure(isas=all_isas()))
+    except build.BuildError as e:
+        if "compiling" in str(e) or "fail" in str(e):
+            raise
+        pytest.skip(f"no toolchain: {e}")
