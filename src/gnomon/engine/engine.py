@@ -14,7 +14,7 @@ from typing import Any
 
 from gnomon.chat.constraint import Constraint
 from gnomon.chat.tokenizer import Tokenizer
-from gnomon.config import EngineConfig
+from gnomon.config import EngineConfig, KernelConfig
 from gnomon.engine import admission, stats
 from gnomon.engine.api import (
     EngineUnavailable,
@@ -41,6 +41,8 @@ from gnomon.engine.runner import DeviceFailed
 from gnomon.engine.sampling import fresh_seed
 from gnomon.grammar import Compiled, Compiler, Vocabulary
 from gnomon.grammar import Unenforceable as NoGrammar
+from gnomon.kernels import native
+from gnomon.kernels.native import Kernels
 from gnomon.models.load import LoadedModel
 from gnomon.models.load import load as load_model
 from gnomon.state.batch_state import BatchState
@@ -75,8 +77,13 @@ class Engine:
         on_failure: Callable[[str], None] | None = None,
         prime: Callable[[BatchState], None] | None = None,
         tracer: Tracer = OFF,
+        kernels: KernelConfig | None = None,
+        kernel_cache: Path | None = None,
     ) -> None:
         self.config = config or EngineConfig()
+        self._kernel_config = kernels or KernelConfig(kernels="stock")
+        self._kernel_cache = kernel_cache
+        self._kernels = Kernels("stock", native=False)
         self.tokenizer = tokenizer
         self._load = load
         self._model_id = model_id
@@ -245,6 +252,7 @@ class Engine:
                 "open_requests": len(jobs),
             },
             **stats.snapshot(self._counters, self.config, self._model, self._budget, jobs),
+            "kernels": dict(self._kernels.stats()),
         }
 
     def drain(self, timeout: float) -> bool:
@@ -333,6 +341,13 @@ class Engine:
 
     def _open_core(self) -> Core:
         loaded = self._load()
+        wanted = self._kernel_config
+        self._kernels = native.prepare(
+            loaded.model,
+            "stock" if wanted.stock else wanted.kernels,
+            cache=self._kernel_cache,
+            threads=wanted.threads,
+        )
         binding = loaded.binding
         budget = self._budget = budget_for(loaded, self.config.memory_budget)
         core = Core(
@@ -359,6 +374,7 @@ class Engine:
             created=int(self._started),
             batchable=binding.batchable,
             why_not_batchable=binding.why_not,
+            tier="Lab" if self._kernels.native else "L1",
         )
         return core
 
@@ -402,18 +418,28 @@ def load(
     path: str | Path,
     config: EngineConfig | None = None,
     *,
+    kernels: KernelConfig | None = None,
+    kernel_cache: Path | None = None,
     model_id: str | None = None,
     on_failure: Callable[[str], None] | None = None,
     tracer: Tracer = OFF,
 ) -> Engine:
     """Load the MLX model directory at `path` and start its engine. Raises what loading raises.
 
-    Stop the engine when done: it is a context manager.
+    `kernels` None means stock operations; builds of native kernels are kept in `kernel_cache`. Stop the engine when done: it is a
+    context manager.
     """
     path = Path(path)
     tokenizer = Tokenizer.load(path)
     engine = Engine(
-        lambda: load_model(path), tokenizer, config, model_id=model_id, on_failure=on_failure, tracer=tracer
+        lambda: load_model(path),
+        tokenizer,
+        config,
+        model_id=model_id,
+        on_failure=on_failure,
+        kernels=kernels,
+        kernel_cache=kernel_cache,
+        tracer=tracer,
     )
     try:
         engine.wait()

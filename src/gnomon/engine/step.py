@@ -104,13 +104,15 @@ class Stepper:
             state.commit()
         allowed = self._allowed(logits)
         try:
-            drawn = batch.sampler.draw(logits, allowed=allowed)
+            with dispatch.step():
+                drawn = batch.sampler.draw(logits, allowed=allowed)
             batch.sampler.commit(drawn.tokens, [1] * len(batch.rows))
         except Exception as error:  # noqa: BLE001  (whatever a row's processors raise is that row's own failure)
             logits, allowed = self._weed(logits, allowed, error)
             if not batch.rows:
                 return
-            drawn = batch.sampler.draw(logits, allowed=allowed)
+            with dispatch.step():
+                drawn = batch.sampler.draw(logits, allowed=allowed)
             batch.sampler.commit(drawn.tokens, [1] * len(batch.rows))
         mx.async_eval(drawn.arrays(), batch.sampler.arrays())
         before, self.flight = self.flight, Flight(batch.rows, drawn)
@@ -193,14 +195,17 @@ class Stepper:
             logits = self.model(tokens, cache=state.caches)
             state.commit()
         # Constrained rows have no drafts: only the first position of theirs counts.
-        drawn = batch.sampler.draw(logits, tokens[:, 1:], self._allowed(logits))
+        allowed = self._allowed(logits)
+        with dispatch.step():
+            drawn = batch.sampler.draw(logits, tokens[:, 1:], allowed)
         mx.eval(drawn.arrays())
         draws = cast("list[list[int]]", drawn.tokens.tolist())
         accepted = [verify(draft, draw) for draft, draw in zip(drafts, draws, strict=True)]
         batch.sampler.commit(drawn.tokens, [a + 1 for a in accepted])
         back = [count - 1 - a for count, a in zip(counts, accepted, strict=True)]
         if any(back):
-            state.rollback(back)
+            with dispatch.step():  # recurrent layers run again on what stays
+                state.rollback(back)
         batch.pending = mx.array([[draw[a]] for draw, a in zip(draws, accepted, strict=True)], dtype=mx.int32)
         batch.has_fresh = False
         counters.window_steps += 1
