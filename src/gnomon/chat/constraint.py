@@ -223,13 +223,15 @@ def _check_depth(schema: Any, param: str) -> None:
 def _check_schema(schema: dict[str, Any], param: str) -> None:
     """Raise ConstraintError with the place of the first thing that is wrong: against its draft's own schema, or a dangling reference."""
     # Takes a tenth of a second to import, which only such requests need.
-    from jsonschema import Draft202012Validator, validators
+    from jsonschema import Draft202012Validator, FormatChecker, validators
     from jsonschema.exceptions import SchemaError
 
     named: Any = schema.get("$schema")
     chosen: Any = validators.validator_for(schema, default=Draft202012Validator) if isinstance(named, str) else None
+    checker = FormatChecker(formats=())
+    checker.checks("regex", raises=(re.error, OverflowError, RecursionError))(_is_pattern)
     try:
-        (chosen or Draft202012Validator).check_schema(schema)
+        (chosen or Draft202012Validator).check_schema(schema, format_checker=checker)
     except SchemaError as error:
         where = _path(param, error.absolute_path)
         raise ConstraintError(f"{where} is not valid in a JSON schema: {_cut(error.message)}", where) from None
@@ -237,6 +239,13 @@ def _check_schema(schema: dict[str, Any], param: str) -> None:
         if not _resolves(schema, reference):
             where = _path(param, path)
             raise ConstraintError(f"{where}: nothing is at {_show(reference)}", where)
+
+
+def _is_pattern(pattern: object) -> bool:
+    """Whether this reads as a regular expression: Python's notation, and what only ECMA's has. Raises re.error."""
+    if isinstance(pattern, str):
+        re.compile(re.sub(r"\\[pP]\{[^}]*\}|\\c[A-Za-z]", "x", pattern))
+    return True
 
 
 def _references(node: Any, path: tuple[str | int, ...], based: bool) -> list[tuple[tuple[str | int, ...], str]]:

@@ -43,7 +43,8 @@ class Matcher:
         """
         words = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint32)
         self._check()
-        return words
+        # llguidance may give a word too many.
+        return words[: len(self.vocabulary.everything)]
 
     def allows(self, token: int) -> bool:
         """Whether an id may come next."""
