@@ -102,9 +102,12 @@ WANTED: dict[str, dict[str, Any]] = {
         "ffn_multipliers": [1.5] * 3,
     },
     "phixtral": {"num_vocab": 320, "model_dim": 64, "num_layers": 2},
+    "plamo": {"n_shared_head": 2},
+    "qwen": {"kv_channels": 16},
     "recurrent_gemma": {"conv1d_width": 4, "logits_soft_cap": 30.0, "num_hidden_layers": 4, "num_key_value_heads": 1},
     "spark2_5": {"rope_parameters": _BY_LAYER_TYPE, "hidden_act": "gelu"},
     "stablelm": {"use_qkv_bias": True},
+    "step3p5": {"moe_top_k": 2},
 }  # fmt: skip
 
 NESTED = (
