@@ -76,8 +76,8 @@ def convert(
     stored as `widen` (float32 keeps its values too); f32, f16 and bf16 stay. Vectors (norms, biases) take the type in which the layers
     compute: float32 beside affine groups, whose values no narrower type holds, else the matrices' own. `progress(done, total)` counts
     bytes. `provenance` becomes the directory's gnomon.json. A failed run leaves nothing, a killed one only a directory beside the
-    destination, which the next run replaces. Raises `UnsupportedGGUF` for what can't be expressed, `FileExistsError` when the destination exists,
-    `OSError` when it can't be written.
+    destination, which the next run replaces. Raises `UnsupportedGGUF` for what can't be expressed, `FileExistsError` when the
+    destination exists, `OSError` when it can't be written.
     """
     source, destination = Path(source), Path(destination)
     if destination.exists():
