@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import pairwise
 
 import pytest
 from hypothesis import example, given, settings
@@ -163,7 +164,7 @@ def test_any_pieces_of_any_text_tell_the_same(made, cuts):
     whole = told(format, [text])
     check(text, whole)
     places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    assert told(format, [text[a:b] for a, b in zip(places, places[1:], strict=False)]) == whole
+    assert told(format, [text[a:b] for a, b in pairwise(places)]) == whole
     assert told(format, text) == whole
 
 
@@ -226,7 +227,7 @@ def test_a_call_that_breaks_is_void_and_its_text_content():
 def test_deep_nesting_is_refused_and_no_recursion():
     text = '<tool_call>{"name": "f", "arguments": ' + '{"o": ' * 5000 + "1"
     events = told(BY_NAME["json"], [text])
-    assert [event for event in events if isinstance(event, Malformed)][0].reason.startswith(
+    assert next(event for event in events if isinstance(event, Malformed)).reason.startswith(
         "values are nested more than"
     )
     check(text, events)

@@ -220,9 +220,8 @@ def _chunks(prepared: ChatJob, services: Services, piece: Piece) -> list[ChatChu
         deltas.append({"reasoning_content": piece.reasoning, "reasoning": piece.reasoning})
     if piece.content:
         deltas.append({"content": piece.content})
-    for event in piece.calls:
-        if (call := _call(event)) is not None:
-            deltas.append({"tool_calls": [call]})
+    calls: list[MadeCallDelta | None] = [_call(event) for event in piece.calls]
+    deltas.extend({"tool_calls": [call]} for call in calls if call is not None)
     if piece.logprobs and not deltas:
         deltas.append({"content": ""})
     chunks = [_chunk(prepared, services, piece.index, delta) for delta in deltas]
