@@ -20,6 +20,7 @@ from gnomon.chat.tools import (
     Content,
     Extractor,
     Malformed,
+    Tools,
     collected,
     detect,
     joined,
@@ -307,3 +308,20 @@ def test_a_call_ends_thinking_in_the_families_that_do_so():
     plain = reasoning.TagFormat("<think>", "</think>", enders=BY_NAME["json"].ends_thinking)
     call = '<tool_call>{"name": "f"}</tool_call>'
     assert reasoning.split(plain, f"<think>{call}</think>No.") == (call, "No.")
+
+
+def test_types_of_parameters_are_found_through_references_that_go_in_circles():
+    options = [{"$ref": "#/$defs/a"}] * 50
+    parameters = {
+        "properties": {
+            "p": {"$ref": "#/$defs/a"},
+            "q": {"allOf": [{"type": ["integer", "null"]}]},
+            "r": {"const": "x"},
+        },
+        "$defs": {"a": {"anyOf": [*options, {"type": "string"}]}},
+    }
+    tools = Tools([{"type": "function", "function": {"name": "f", "parameters": parameters}}])
+    assert tools.types("f", "p") == {"string"}
+    assert tools.types("f", "q") == {"integer", "null"}
+    assert tools.types("f", "r") == {"string"}
+    assert tools.types("f", "other") is None

@@ -110,13 +110,10 @@ def test_an_agent_s_turn(client: OpenAI, stream: bool) -> None:
 
 
 def test_arguments_arrive_while_they_grow(client: OpenAI) -> None:
-    deltas: list[str] = []
-    with client.chat.completions.stream(
-        model="any", messages=[{"role": "user", "content": "Go"}], tools=TOOLS
-    ) as events:
-        for event in events:
-            if event.type == "tool_calls.function.arguments.delta" and event.name == "weather":
-                deltas.append(event.arguments_delta)
+    ask: list[Any] = [{"role": "user", "content": "Go"}]
+    with client.chat.completions.stream(model="any", messages=ask, tools=TOOLS) as events:
+        arguments = [event for event in events if event.type == "tool_calls.function.arguments.delta"]
+    deltas = [event.arguments_delta for event in arguments if event.name == "weather"]
     assert json.loads("".join(deltas)) == {"city": "Ulm", "days": 3, "zip": "89073"}
     assert len(deltas) > 5
 

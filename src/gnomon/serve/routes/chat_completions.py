@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse
@@ -21,15 +21,13 @@ from gnomon.chat.tools import (
     CallEvent,
     CallStart,
     Extractor,
-    ToolFormat,
-    Tools,
     collected,
 )
 from gnomon.engine import api
 from gnomon.serve.body import parse, read_body, until_disconnect
 from gnomon.serve.errors import APIError, internal, invalid
 from gnomon.serve.generation import Generation, Piece
-from gnomon.serve.prepare import Job, tier
+from gnomon.serve.prepare import Job, extractor_for, tier
 from gnomon.serve.schema import json_body
 from gnomon.serve.services import FINGERPRINT, Services, services_of
 from gnomon.serve.sse import DONE, PING, EventSourceResponse, frame
@@ -106,16 +104,6 @@ def prepare(body: bytes, services: Services, trace_id: str) -> ChatJob:
         extractor_for(template.tools, tools, single=request.parallel_tool_calls is False),
         logprobs is not None,
     )
-
-
-def extractor_for(
-    format: ToolFormat | None, offered: Sequence[Mapping[str, Any]] | None, *, single: bool
-) -> Callable[[], Extractor] | None:
-    """Makes an extractor for each choice; None where nothing can be a call."""
-    if format is None or not offered:
-        return None
-    tools = Tools(offered)
-    return lambda: Extractor(format, tools, single=single)
 
 
 @router.post("/v1/chat/completions", response_model=ChatCompletion, openapi_extra=json_body(ChatRequest))
