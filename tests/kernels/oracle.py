@@ -43,7 +43,9 @@ def close(result: mx.array, expected: Array, magnitude: Array | float, terms: in
     """`result` within one rounding to its type, and `terms` ** 0.5 float32 roundings of what was added up (`magnitude`)."""
     got = wide(result)
     assert got.shape == expected.shape
-    bound = EPSILON[result.dtype] * np.abs(expected) + 8 * 2.0**-23 * max(terms, 1) ** 0.5 * magnitude + STEP[result.dtype]
+    bound = (
+        EPSILON[result.dtype] * np.abs(expected) + 8 * 2.0**-23 * max(terms, 1) ** 0.5 * magnitude + STEP[result.dtype]
+    )
     wrong = ~((np.abs(got - expected) <= bound) | (np.isnan(got) & np.isnan(expected)) | (got == expected))
     assert not wrong.any(), (
         f"{wrong.sum()} of {wrong.size} beyond the bound, worst {np.nanmax(np.abs(got - expected) / bound):.2f} of it"

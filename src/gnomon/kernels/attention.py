@@ -6,9 +6,10 @@ Contract of the native version
     sinks     [Hq] or None
     result    q's type; a row that sees no key gives zeros (stock: NaN, or the mean of all values)
 
-Arithmetic: float32. A score is 16 partial sums over D in a fixed order; the sum of exponentials is 16 partial sums that start at the first key
-the row sees; values are added one key after the other. So a row depends on the keys it sees and their order alone: not on how many more there
-are, on the other queries, on chunks or threads. Masked keys are not read, except between seen ones, where they count as zero.
+Arithmetic: float32. A score is 16 partial sums over D in a fixed order; the sum of exponentials is 16 partial sums that start at the
+first key the row sees; values are added one key after the other. So a row depends on the keys it sees and their order alone: not on how
+many more there are, on the other queries, on chunks or threads. Masked keys are not read, except between seen ones, where they count as
+zero.
 """
 
 from __future__ import annotations
@@ -26,7 +27,13 @@ NONE, CAUSAL, BOOLEAN, ADDITIVE = range(4)
 
 
 def reference(
-    q: mx.array, k: mx.array, v: mx.array, *, scale: float, mask: str | mx.array | None = None, sinks: mx.array | None = None
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    *,
+    scale: float,
+    mask: str | mx.array | None = None,
+    sinks: mx.array | None = None,
 ) -> mx.array:
     """The same in plain MLX operations, in float32."""
     batch, heads, length, _ = q.shape
@@ -54,7 +61,13 @@ def why_not(q: mx.array, k: mx.array, v: mx.array, mask: str | mx.array | None, 
     """What keeps these arguments from the native version, or None."""
     if q.ndim != 4 or k.ndim != 4 or v.ndim != 4 or q.dtype not in FLOATS or k.dtype != q.dtype or v.dtype != q.dtype:
         return f"q {q.shape} of {q.dtype}, k {k.shape} of {k.dtype}, v {v.shape} of {v.dtype}"
-    if k.shape[1] == 0 or q.shape[1] % k.shape[1] or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3] or q.shape[0] != k.shape[0]:
+    if (
+        k.shape[1] == 0
+        or q.shape[1] % k.shape[1]
+        or k.shape[:3] != v.shape[:3]
+        or q.shape[3] != k.shape[3]
+        or q.shape[0] != k.shape[0]
+    ):
         return f"q {q.shape}, k {k.shape}, v {v.shape}"
     if isinstance(mask, str):
         if mask != "causal":

@@ -95,7 +95,9 @@ def _make(stock: Callable[..., mx.array], extension: ModuleType) -> Callable[...
             ):
                 return native(a, dims, traditional, base, scale, offset_array(offset), freqs, stream)
             uncovered("rope", f"{a.shape} of {a.dtype}, {dims} dimensions, {rows} offsets")
-        return stock(a, dims, traditional=traditional, base=base, scale=scale, offset=offset, freqs=freqs, stream=stream)
+        return stock(
+            a, dims, traditional=traditional, base=base, scale=scale, offset=offset, freqs=freqs, stream=stream
+        )
 
     return rope
 

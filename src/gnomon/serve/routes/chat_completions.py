@@ -25,6 +25,7 @@ from gnomon.chat.tools import (
 )
 from gnomon.engine import api
 from gnomon.serve.body import parse, read_body, until_disconnect
+from gnomon.serve.constrain import demand
 from gnomon.serve.errors import APIError, internal, invalid
 from gnomon.serve.generation import Generation, Piece
 from gnomon.serve.prepare import Job, extractor_for, tier
@@ -70,6 +71,8 @@ def prepare(body: bytes, services: Services, trace_id: str) -> ChatJob:
     messages = template_messages(request.messages, model.id)
     offered = request.offered_tools()
     stop, logprobs = request.stops(), request.wanted_logprobs()
+    form = demand(request, services)
+    messages = form.told(messages)
     try:
         kwargs = template.thinking_kwargs(
             request.chat_template_kwargs, request.reasoning_effort, services.sampling.thinking
@@ -88,6 +91,8 @@ def prepare(body: bytes, services: Services, trace_id: str) -> ChatJob:
         ignore_eos=bool(request.ignore_eos),
         n=request.n or 1,
         trace_id=trace_id,
+        constraint=form.constraint,
+        thinking=template.thinking(rendered) if form.constraint is not None else None,
     )
     job = Job(
         id=name,
@@ -96,7 +101,7 @@ def prepare(body: bytes, services: Services, trace_id: str) -> ChatJob:
         stream=bool(request.stream),
         usage=request.wants_usage,
         tier=tier(services, request),
-        warnings=(NO_FORMAT,) if tools and template.tools is None else (),
+        warnings=((NO_FORMAT,) if tools and template.tools is None else ()) + form.warnings,
     )
     return ChatJob(
         job,
