@@ -143,12 +143,12 @@ MESSAGES: list[tuple[dict[str, Any], str, str]] = [
     (
         {"messages": HI, "tools": [TOOL], "tool_choice": "required"},
         "tool_choice",
-        'tool_choice "required" can\'t be enforced; use "auto" or "none"',
+        'tool_choice "required" needs a grammar to be enforced; use "auto" or "none"',
     ),
     (
         {"messages": HI, "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}},
         "tool_choice",
-        'tool_choice {"type": "function", "function": {"name": "f"}} can\'t be enforced; use "auto" or "none"',
+        'tool_choice {"type": "function", "function": {"name": "f"}} needs a grammar to be enforced; use "auto" or "none"',
     ),
     ({"messages": HI, "tool_choice": "maybe"}, "tool_choice", 'tool_choice must be "none" or "auto", got "maybe"'),
     (

@@ -68,7 +68,9 @@ class ChatRequest(SamplingFields):
         kind: Any = cast("dict[str, Any]", choice).get("type") if isinstance(choice, dict) else None
         if choice == "required" or kind in ("function", "allowed_tools", "custom"):
             raise invalid(
-                f'tool_choice {show(choice)} can\'t be enforced; use "auto" or "none"', "tool_choice", "unsupported"
+                f'tool_choice {show(choice)} needs a grammar to be enforced; use "auto" or "none"',
+                "tool_choice",
+                "unsupported",
             )
         raise invalid(f'tool_choice must be "none" or "auto", got {show(choice)}', "tool_choice")
 
