@@ -8,7 +8,7 @@ import pytest
 
 from gnomon.kernels import build
 
-SANITIZERS = {"": (), "address": ("-fsanitize=address", "-g"), "thread": ("-fsanitize=thread", "-g")}
+SANITIZERS = {"": (), "address": ("-fsanitize=address", "-g", "-O1"), "thread": ("-fsanitize=thread", "-g", "-O1")}
 """Flags by the value of GNOMON_TEST_SANITIZER, which scripts/sanitize_kernels.sh sets."""
 
 

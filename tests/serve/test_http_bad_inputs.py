@@ -351,6 +351,7 @@ def test_unknown_routes_and_methods(client: TestClient) -> None:
     assert response.status_code == 405
     assert response.headers["allow"] == "POST"
     assert response.json()["error"]["code"] == "method_not_allowed"
+    assert response.json()["error"]["message"].endswith("; allowed: POST")
     response = client.get("/v1/models/other/model")
     assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
 

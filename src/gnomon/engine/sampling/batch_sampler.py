@@ -97,6 +97,9 @@ class BatchSampler:
         if plan is None:
             plan = self._plans[width, logits.dtype] = make_plan(self._rows, width, logits.dtype)
         scores = self._process(logits.reshape(batch * width, vocab), plan, drafts, width)
+        if plan.processes:
+            # Extreme parameters overflow, and infinity has no log-softmax.
+            scores = mx.minimum(scores, mx.finfo(scores.dtype).max)
         if allowed:
             scores = _masked(scores, allowed, width)
         logprobs = filters.log_softmax(scores)
