@@ -57,6 +57,7 @@ class EngineConfig:
     )
     early_first_token: bool = option(True, "deliver the first token before the next step is built")
     pipeline: bool = option(True, "read tokens back one step behind whenever no row needs its token sooner")
+    grammar: bool = option(True, "enforce structured output; off: only ask the model for it, with a warning")
     context_limit: int | None = option(
         None,
         "most tokens of prompt and answer together, below the model's own limit",
@@ -208,9 +209,10 @@ class LogConfig:
 class KernelConfig:
     """Which implementation of an operation runs."""
 
-    kernels: Literal["auto", "stock"] = option(
-        "auto", "auto: what is fastest where it is exact enough; stock: MLX's own operations"
+    kernels: Literal["auto", "native", "stock"] = option(
+        "auto", "auto: what won on this platform; native: our own CPU kernels; stock: MLX's own operations"
     )
+    threads: int | None = option(None, "threads of the native CPU kernels; all fast cores, up to 16", low=1, high=1024)
     l1: bool = option(False, "equal to mlx-lm to the bit: stock operations only")
 
     @property
@@ -350,6 +352,11 @@ def resolve(args: argparse.Namespace | None = None, environ: Mapping[str, str] |
     if given.get("model.positional"):
         values["model"]["query"], origins["model.query"] = given["model.positional"], Origin("flag", "argument")
     built = {name: group(**values[name]) for name, group in GROUPS.items()}
+    kernel = cast("KernelConfig", built["kernel"])
+    if kernel.l1 and kernel.kernels == "native":
+        raise ConfigError(
+            str(origins["kernel.l1"]), "excludes --kernels native: only stock operations equal mlx-lm to the bit"
+        )
     return Config(**cast("dict[str, Any]", built), origins=origins, notes=tuple(_unknown_variables(environ)))
 
 

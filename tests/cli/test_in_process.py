@@ -39,7 +39,9 @@ def oracle(model):
 
 
 def test_generate_raw_equals_mlx_lm(model, oracle):
-    done = gnomon("generate", "--model", str(model), "--raw", "--prompt", "abc", "--temp", "0", "--max-tokens", "12")
+    done = gnomon(
+        "generate", "--model", str(model), "--raw", "--prompt", "abc", "--temp", "0", "--max-tokens", "12", "--l1"
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == oracle("abc", 12) + "\n"
 
@@ -47,7 +49,9 @@ def test_generate_raw_equals_mlx_lm(model, oracle):
 def test_generate_through_the_template_equals_mlx_lm(model, oracle):
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "abc"}]
     ids = oracle.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-    done = gnomon("generate", str(model), "--system", "s", "--prompt", "abc", "--temp", "0", "--max-tokens", "12")
+    done = gnomon(
+        "generate", str(model), "--system", "s", "--prompt", "abc", "--temp", "0", "--max-tokens", "12", "--l1"
+    )
     assert done.stdout == oracle(ids, 12) + "\n"
 
 
@@ -66,7 +70,7 @@ def test_a_seed_gives_the_same_again(model):
 
 
 def test_chat_in_process(model, oracle):
-    done = gnomon("chat", str(model), "--temp", "0", "--max-tokens", "8", stdin="a\n/reset\na\n")
+    done = gnomon("chat", str(model), "--temp", "0", "--max-tokens", "8", "--l1", stdin="a\n/reset\na\n")
     assert (done.returncode, done.stdout.count("\n")) == (0, 2)
     ids = oracle.tokenizer.apply_chat_template([{"role": "user", "content": "a"}], add_generation_prompt=True)
     first, second = done.stdout.split("\n")[:2]
@@ -158,7 +162,7 @@ def serving(*argv: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 
 def test_serve_answers_and_drains(model, oracle):
-    with serving("serve", str(model), "--max-tokens", "5") as (process, url):
+    with serving("serve", str(model), "--max-tokens", "5", "--l1") as (process, url):
         with urllib.request.urlopen(f"{url}/health") as response:
             assert response.read() == b'{"status": "ok"}'
         with urllib.request.urlopen(f"{url}/v1/models") as response:

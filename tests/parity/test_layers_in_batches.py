@@ -10,11 +10,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mlx import nn
 
+import every_type
 from batch_walk import Action, Join, Solos, Tally, Walk, actions, new_state_of
-from tiny_models import make
+from tiny_models import CONFIGS, make
 
 TYPES = ("llama", "qwen3", "qwen3_5", "gemma3", "gemma4", "qwen3_moe", "deepseek_v3", "gpt_oss", "mamba2")
-EXTRAS = ("gemma2", "glm_moe_dsa", "falcon_h1", "mixtral", "mamba")
+EXTRAS = ("gemma2", "glm_moe_dsa", "falcon_h1", "mixtral", "mamba", "bailing_hybrid")
 
 F32_BOUND = 1e-5
 """Largest difference of a float32 logit, as a share of the largest logit. Rings, latent attention and state-space scans sum in another
@@ -31,6 +32,7 @@ _START = [97, 5, 64, 130, 1, 38, 41, 70]
 
 @cache
 def _setup(model_type: str, dtype: str) -> tuple[nn.Module, Solos]:
+    CONFIGS.setdefault(model_type, every_type.config(model_type))
     model = make(model_type, dtype)
     return model, Solos(model)
 

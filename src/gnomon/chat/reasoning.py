@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 Kind = Literal["reasoning", "content"]
+Stage = Literal["undecided", "thinking", "content"]
+"""What the next character of an answer belongs to. `undecided`: a marker may come first. `thinking` includes headers and tool calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,14 @@ class Splitter(Protocol):
     @property
     def thinking(self) -> bool:
         """Whether the next character would be reasoning."""
+        ...
+
+    @property
+    def stage(self) -> Stage: ...
+
+    @property
+    def ending(self) -> str:
+        """What would end the reasoning here if it were written next: the rest of the closing tag. Empty where no text can."""
         ...
 
     def feed(self, text: str) -> list[Segment]: ...
@@ -53,9 +63,34 @@ class ReasoningFormat(Protocol):
         """Whether the model reasons on every turn, however the prompt ends."""
         ...
 
+    @property
+    def openers(self) -> tuple[str, ...]:
+        """Markers that may come first where the stage is undecided."""
+        ...
+
+    @property
+    def direct(self) -> bool:
+        """Whether content may come without a marker there."""
+        ...
+
     def splitter(self, generation_prompt: str = "") -> Splitter:
         """A splitter for the text that follows `generation_prompt`, the part of the prompt the template wrote after the last message."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    """Where an answer starts: what an engine needs to know to tell on tokens where its content begins.
+
+    `generation_prompt` is what the template wrote to open the answer. `may_open` tells that the model may still open a block there.
+    """
+
+    format: ReasoningFormat
+    generation_prompt: str = ""
+    may_open: bool = True
+
+    def splitter(self) -> Splitter:
+        return self.format.splitter(self.generation_prompt)
 
 
 def partial_suffix(text: str, markers: Iterable[str]) -> int:
@@ -84,7 +119,8 @@ class TagFormat:
     """Reasoning between two tags, at the start of the answer.
 
     `named` blocks start with a line that names them and is dropped. `again` allows further blocks after content has begun, for tags
-    that text can't spell. `dropped` markers are taken out of the content.
+    that text can't spell. `dropped` markers are taken out of the content. `enders` end a block that wasn't closed and stay in the
+    content: tool calls of families that go straight from thinking to calling.
     """
 
     open: str
@@ -93,14 +129,21 @@ class TagFormat:
     again: bool = False
     dropped: tuple[str, ...] = ()
     always: bool = False
+    enders: tuple[str, ...] = ()
+
+    direct = True
 
     @property
     def name(self) -> str:
         return self.open
 
     @property
+    def openers(self) -> tuple[str, ...]:
+        return (self.open,)
+
+    @property
     def markers(self) -> tuple[str, ...]:
-        return (self.open, self.close, *self.dropped)
+        return (self.open, self.close, *self.dropped, *self.enders)
 
     def splitter(self, generation_prompt: str = "") -> TagSplitter:
         made = TagSplitter(self)
@@ -125,6 +168,15 @@ class TagSplitter:
     @property
     def thinking(self) -> bool:
         return self.state in ("name", "lead", "think")
+
+    @property
+    def stage(self) -> Stage:
+        return "undecided" if self.state == "start" else "thinking" if self.thinking else "content"
+
+    @property
+    def ending(self) -> str:
+        close = self.format.close
+        return close[partial_suffix(self.held, (close,)) :]
 
     def feed(self, text: str) -> list[Segment]:
         self.held += text
@@ -177,12 +229,13 @@ class TagSplitter:
         return True
 
     def _think(self, out: list[Segment]) -> bool:
-        at = self.held.find(self.format.close)
+        ends = (self.format.close, *self.format.enders)
+        at, found = _first(self.held, ends)
         if at >= 0:
             _put(out, "reasoning", self.held[:at].rstrip("\n"))
-            self.state, self.held = "after", self.held[at + len(self.format.close) :]
+            self.state, self.held = "after", self.held[at + (len(found) if found == self.format.close else 0) :]
             return True
-        body = self.held[: len(self.held) - partial_suffix(self.held, (self.format.close,))].rstrip("\n")
+        body = self.held[: len(self.held) - partial_suffix(self.held, ends)].rstrip("\n")
         _put(out, "reasoning", body)
         self.held = self.held[len(body) :]
         return False
@@ -229,6 +282,12 @@ class HarmonyFormat:
     name: str = "harmony"
     always: bool = True
 
+    direct = False
+
+    @property
+    def openers(self) -> tuple[str, ...]:
+        return (CHANNEL, START)
+
     @property
     def markers(self) -> tuple[str, ...]:
         return (START, CHANNEL, MESSAGE, END, RETURN, CALL)
@@ -255,9 +314,17 @@ class HarmonySplitter:
         self._said: dict[Kind, bool] = {"reasoning": False, "content": False}
         self._fresh = False
 
+    ending = ""
+
     @property
     def thinking(self) -> bool:
         return self.state == "body" and self.kind == "reasoning"
+
+    @property
+    def stage(self) -> Stage:
+        if self.state == "between":
+            return "undecided"
+        return "content" if self.state == "body" and self.kind == "content" and not self.call else "thinking"
 
     def feed(self, text: str) -> list[Segment]:
         self.held += text
@@ -327,6 +394,8 @@ class PlainSplitter:
     """For models that don't mark reasoning: all is content, literal tags included."""
 
     thinking = False
+    stage: Stage = "content"
+    ending = ""
 
     def feed(self, text: str) -> list[Segment]:
         return [Segment("content", text)] if text else []

@@ -74,7 +74,14 @@ def start(config: Config, found: Found) -> Loaded:
     try:
         tokenizer = Tokenizer.load(found.path)
         template = ChatTemplate(tokenizer)
-        engine = load_engine(found.path, config.engine, model_id=found.id, tracer=tracer)
+        engine = load_engine(
+            found.path,
+            config.engine,
+            model_id=found.id,
+            kernels=config.kernel,
+            kernel_cache=config.paths.cache / "kernels",
+            tracer=tracer,
+        )
     except (ValueError, OSError, RuntimeError, ImportError) as e:
         raise CommandError(f"{found.id} can't be loaded: {e}") from e
     return Loaded(engine, tokenizer, template, config, tracer)

@@ -12,8 +12,9 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+from gnomon.chat.constraint import Constraint
 from gnomon.chat.tokenizer import Tokenizer
-from gnomon.config import EngineConfig
+from gnomon.config import EngineConfig, KernelConfig
 from gnomon.engine import admission, stats
 from gnomon.engine.api import (
     EngineUnavailable,
@@ -27,6 +28,7 @@ from gnomon.engine.api import (
     Request,
     SamplingParams,
     Sink,
+    Unenforceable,
 )
 from gnomon.engine.budget import Budget, allocator_limits, budget_for
 from gnomon.engine.completion import Completion, collect
@@ -37,7 +39,11 @@ from gnomon.engine.mailbox import Cancel, Mailbox, Stop, Submit
 from gnomon.engine.row import Job, ProposerFactory
 from gnomon.engine.runner import DeviceFailed
 from gnomon.engine.sampling import fresh_seed
-from gnomon.models.load import LoadedModel
+from gnomon.grammar import Compiled, Compiler, Vocabulary
+from gnomon.grammar import Unenforceable as NoGrammar
+from gnomon.kernels import native
+from gnomon.kernels.native import Kernels
+from gnomon.models.load import LoadedModel, read_config
 from gnomon.models.load import load as load_model
 from gnomon.state.batch_state import BatchState
 from gnomon.trace import OFF, Tracer
@@ -71,8 +77,13 @@ class Engine:
         on_failure: Callable[[str], None] | None = None,
         prime: Callable[[BatchState], None] | None = None,
         tracer: Tracer = OFF,
+        kernels: KernelConfig | None = None,
+        kernel_cache: Path | None = None,
     ) -> None:
         self.config = config or EngineConfig()
+        self._kernel_config = kernels or KernelConfig(kernels="stock")
+        self._kernel_cache = kernel_cache
+        self._kernels = Kernels("stock", native=False)
         self.tokenizer = tokenizer
         self._load = load
         self._model_id = model_id
@@ -87,6 +98,7 @@ class Engine:
         self._model: ModelInfo | None = None
         self._core: Core | None = None
         self._budget: Budget | None = None
+        self._compiler: Compiler | None = None
         self._error: Exception | None = None
         self._loaded = threading.Event()
         self._draining = False
@@ -125,7 +137,8 @@ class Engine:
         in_memory = budget.max_context(max(1, request.n)) if budget is not None else None
         limit = admission.token_limit(request, model, self.config.context_limit, in_memory)
         seed = request.sampling.seed
-        job = Job(request, sink, limit, fresh_seed() if seed is None else seed)
+        grammar = None if request.constraint is None else self._grammar(request.constraint)
+        job = Job(request, sink, limit, fresh_seed() if seed is None else seed, grammar)
         with self._lock:
             self._refuse_if_closed()
             if request.id in self._open:
@@ -136,6 +149,27 @@ class Engine:
             self._counters.submitted_rows += request.n
             self._tracer.begin(request.id, request.trace_id, at=job.submitted)
             self._mailbox.post(Submit(job))
+
+    def compile(self, constraint: Constraint) -> Sequence[str]:
+        """Make ready to enforce a constraint, on the caller's thread, so that `submit` finds it done. What of it would not be enforced.
+
+        Raises `Unenforceable`.
+        """
+        return self._grammar(constraint).gaps
+
+    def _grammar(self, constraint: Constraint) -> Compiled:
+        if not self.config.grammar:
+            raise Unenforceable("grammars are switched off", constraint.param, "grammar_off")
+        try:
+            with self._lock:
+                if self._compiler is None:
+                    eos = {*self.model.eos_token_ids, *self.tokenizer.eos_ids}
+                    self._compiler = Compiler(Vocabulary(self.tokenizer, eos))
+            return self._compiler.compile(constraint)
+        except NoGrammar as error:
+            raise Unenforceable(
+                f"{constraint.param} can't be enforced: {error}", constraint.param, "unsupported"
+            ) from error
 
     def cancel(self, request_id: str) -> None:
         """Stop a request at the next chunk or step; its sink still gets its last event. Unknown ids are ignored."""
@@ -167,6 +201,7 @@ class Engine:
         stop: Sequence[str] = (),
         n: int = 1,
         ignore_eos: bool = False,
+        constraint: Constraint | None = None,
     ) -> Completion:
         """Continue a prompt and wait for the end.
 
@@ -184,6 +219,7 @@ class Engine:
             stop=tuple(stop),
             ignore_eos=ignore_eos,
             n=n,
+            constraint=constraint,
         )
         return collect(self.stream(request), n)
 
@@ -217,6 +253,7 @@ class Engine:
             },
             **stats.snapshot(self._counters, self.config, self._model, self._budget, jobs),
             **({"prompt_cache": self._core.reuse.stats()} if self._core is not None else {}),
+            "kernels": dict(self._kernels.stats()),
         }
 
     def drain(self, timeout: float) -> bool:
@@ -305,6 +342,13 @@ class Engine:
 
     def _open_core(self) -> Core:
         loaded = self._load()
+        wanted = self._kernel_config
+        self._kernels = native.prepare(
+            loaded.model,
+            "stock" if wanted.stock else wanted.kernels,
+            cache=self._kernel_cache,
+            threads=wanted.threads,
+        )
         binding = loaded.binding
         budget = self._budget = budget_for(loaded, self.config.memory_budget)
         core = Core(
@@ -331,6 +375,7 @@ class Engine:
             created=int(self._started),
             batchable=binding.batchable,
             why_not_batchable=binding.why_not,
+            tier="Lab" if self._kernels.native else "L1",
         )
         return core
 
@@ -374,18 +419,30 @@ def load(
     path: str | Path,
     config: EngineConfig | None = None,
     *,
+    kernels: KernelConfig | None = None,
+    kernel_cache: Path | None = None,
     model_id: str | None = None,
     on_failure: Callable[[str], None] | None = None,
     tracer: Tracer = OFF,
 ) -> Engine:
     """Load the MLX model directory at `path` and start its engine. Raises what loading raises.
 
-    Stop the engine when done: it is a context manager.
+    `kernels` None means stock operations; builds of native kernels are kept in `kernel_cache`. Stop the engine when done: it is a
+    context manager.
     """
     path = Path(path)
+    # Before the tokenizer's word on what it misses.
+    read_config(path)
     tokenizer = Tokenizer.load(path)
     engine = Engine(
-        lambda: load_model(path), tokenizer, config, model_id=model_id, on_failure=on_failure, tracer=tracer
+        lambda: load_model(path),
+        tokenizer,
+        config,
+        model_id=model_id,
+        on_failure=on_failure,
+        kernels=kernels,
+        kernel_cache=kernel_cache,
+        tracer=tracer,
     )
     try:
         engine.wait()

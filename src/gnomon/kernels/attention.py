@@ -6,9 +6,10 @@ Contract of the native version
     sinks     [Hq] or None
     result    q's type; a row that sees no key gives zeros (stock: NaN, or the mean of all values)
 
-Arithmetic: float32. A score is 16 partial sums over D in a fixed order; the sum of exponentials is 16 partial sums that start at the first key
-the row sees; values are added one key after the other. So a row depends on the keys it sees and their order alone: not on how many more there
-are, on the other queries, on chunks or threads. Masked keys are not read, except between seen ones, where they count as zero.
+Arithmetic: float32. A score is 16 partial sums over D in a fixed order; the sum of exponentials is 16 partial sums that start at the
+first key the row sees; values are added one key after the other. So a row depends on the keys it sees and their order alone: not on how
+many more there are, on the other queries, on chunks or threads. Masked keys are not read, except between seen ones, where they count as
+zero.
 """
 
 from __future__ import annotations

@@ -6,15 +6,16 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
 import mlx.core as mx
+import mlx.nn as nn
 import psutil
 
-from gnomon.kernels import build, dispatch, operations
+from gnomon.kernels import build, dispatch, layers, operations
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +37,8 @@ class Kernels:
     threads: int = 0
     path: Path | None = None
     build_seconds: float = 0.0
+    layers: Mapping[str, int] = field(default_factory=dict[str, int])
+    """How many layers of each class were swapped for fused ones."""
 
     def stats(self) -> Mapping[str, Any]:
         """For `/stats` and `gnomon doctor`, as plain JSON values."""
@@ -45,6 +48,7 @@ class Kernels:
             "reason": self.reason,
             "isa": self.isa,
             "threads": self.threads,
+            "layers": dict(self.layers),
             "operations": dispatch.installed() if self.native else [],
             "stock_calls": dict(dispatch.stock_calls),
         }
@@ -89,6 +93,22 @@ def start(
     dispatch.install(operations.ALL, extension)
     dispatch.choose(True)
     return Kernels(policy, True, None, extension.isa(), extension.threads(), made.path, made.seconds)
+
+
+def prepare(
+    model: nn.Module,
+    policy: Policy = "auto",
+    *,
+    cache: Path | None = None,
+    threads: int | None = None,
+    progress: Callable[[str], None] = log.warning,
+) -> Kernels:
+    """`start`, then swap the layers of a model that the calling thread will step."""
+    kernels = start(policy, cache=cache, threads=threads, progress=progress)
+    extension = _extension
+    if not kernels.native or extension is None:
+        return kernels
+    return replace(kernels, layers=layers.swap(model, extension))
 
 
 def _load(cache: Path | None, compiler: str | None, progress: Callable[[str], None]) -> tuple[ModuleType, build.Build]:

@@ -5,8 +5,8 @@ Contract of the native versions
     weight, bias [N] of any of those types, or None
     result       MLX's result type of all three
 
-Arithmetic: float32; sums are 16 partial sums over N added by a fixed tree, one rounding to the result's type at the end. MLX rounds bf16 and
-f16 once more before it multiplies by the weight, so those results may differ from stock by a rounding.
+Arithmetic: float32; sums are 16 partial sums over N added by a fixed tree, one rounding to the result's type at the end. MLX rounds
+bf16 and f16 once more before it multiplies by the weight, so those results may differ from stock by a rounding.
 """
 
 from __future__ import annotations

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from gnomon.kernels import attention, norm, quantized_matmul, rope, vocabulary
+from gnomon.kernels import attention, matmul, norm, quantized_matmul, recurrent, rope, vocabulary
 from gnomon.kernels.dispatch import Operation
 
 ALL: tuple[Operation, ...] = (
     *quantized_matmul.OPERATIONS,
+    *matmul.OPERATIONS,
     *norm.OPERATIONS,
     *rope.OPERATIONS,
     *attention.OPERATIONS,
+    *recurrent.OPERATIONS,
     *vocabulary.OPERATIONS,
 )

@@ -11,6 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -175,7 +176,7 @@ def install(app: FastAPI) -> None:
         if error.status_code == 404:
             message, code = f"no such route: {request.method} {request.url.path}", "unknown_route"
         elif error.status_code == 405:
-            allowed = (error.headers or {}).get("allow", "")
+            allowed = Headers(error.headers).get("allow", "none")
             message = f"method {request.method} is not allowed for {request.url.path}; allowed: {allowed}"
             code = "method_not_allowed"
         else:

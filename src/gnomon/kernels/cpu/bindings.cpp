@@ -4,7 +4,9 @@
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 #include "attention.h"
+#include "fused.h"
 #include "matmul.h"
+#include "recurrent.h"
 #include "rows.h"
 
 namespace nb = nanobind;
@@ -21,6 +23,7 @@ NB_MODULE(gnomon_kernels, m) {
   m.def("set_spin", &gnomon::set_spin, "microseconds"_a);
   m.def("quantized_matmul", &gnomon::quantized_matmul, "x"_a, "w"_a, "scales"_a, "biases"_a, "group"_a, "bits"_a, "stream"_a = nb::none());
   m.def("gather_qmm", &gnomon::gather_qmm, "x"_a, "w"_a, "scales"_a, "biases"_a, "lhs"_a.none(), "rhs"_a, "group"_a, "bits"_a, "stream"_a = nb::none());
+  m.def("gather_mm", &gnomon::gather_mm, "x"_a, "b"_a, "lhs"_a.none(), "rhs"_a, "stream"_a = nb::none());
   m.def("quantized_embedding", &gnomon::quantized_embedding, "ids"_a, "w"_a, "scales"_a, "biases"_a, "group"_a, "bits"_a, "stream"_a = nb::none());
   m.def("dense_matmul", &gnomon::dense_matmul, "x"_a, "w"_a, "stream"_a = nb::none());
   m.def("rms_norm", &gnomon::rms_norm, "x"_a, "weight"_a.none(), "eps"_a, "stream"_a = nb::none());
@@ -31,4 +34,26 @@ NB_MODULE(gnomon_kernels, m) {
   m.def("argmax", &gnomon::argmax, "x"_a, "keepdims"_a, "stream"_a = nb::none());
   m.def("rope", &gnomon::rope, "x"_a, "dims"_a, "traditional"_a, "base"_a.none(), "scale"_a, "offset"_a, "freqs"_a.none(), "stream"_a = nb::none());
   m.def("attention", &gnomon::attention, "q"_a, "k"_a, "v"_a, "scale"_a, "kind"_a, "mask"_a.none(), "starts"_a.none(), "window"_a, "sinks"_a.none(), "stream"_a = nb::none());
+
+  m.def("gated_delta", &gnomon::gated_delta, "q"_a, "k"_a, "v"_a, "g"_a, "beta"_a, "state"_a, "mask"_a.none(), "stream"_a = nb::none());
+  m.def("short_convolution", &gnomon::short_convolution, "x"_a, "w"_a, "silu"_a, "stream"_a = nb::none());
+
+  using gnomon::HeadForm;
+  using gnomon::Projection;
+  nb::class_<Projection>(m, "Projection")
+      .def("__init__",
+           [](Projection* self, const mlx::core::array& w, std::optional<mlx::core::array> scales, std::optional<mlx::core::array> biases, std::optional<mlx::core::array> bias, int group,
+              int bits) { new (self) Projection{w, std::move(scales), std::move(biases), std::move(bias), group, bits}; },
+           "w"_a, "scales"_a.none(), "biases"_a.none(), "bias"_a.none(), "group"_a, "bits"_a);
+  nb::class_<HeadForm>(m, "HeadForm")
+      .def("__init__",
+           [](HeadForm* self, int q_heads, int k_heads, float norm_eps, int rope_dims, bool traditional, float base, float scale) {
+             new (self) HeadForm{q_heads, k_heads, norm_eps, rope_dims, traditional, base, scale};
+           },
+           "q_heads"_a, "k_heads"_a, "norm_eps"_a, "rope_dims"_a, "traditional"_a, "base"_a, "scale"_a);
+  m.def("heads", &gnomon::heads, "x"_a, "norm"_a.none(), "eps"_a, "q"_a, "k"_a, "v"_a, "q_norm"_a.none(), "k_norm"_a.none(), "form"_a, "offset"_a.none(), "freqs"_a.none(),
+        "stream"_a = nb::none());
+  m.def("project", &gnomon::project, "x"_a, "p"_a, "norm"_a.none(), "eps"_a, "residual"_a.none(), "stream"_a = nb::none());
+  m.def("gated_mlp", &gnomon::gated_mlp, "x"_a, "before"_a.none(), "before_eps"_a, "gate"_a, "up"_a, "down"_a, "activation"_a, "after"_a.none(), "after_eps"_a, "residual"_a,
+        "stream"_a = nb::none());
 }

@@ -15,26 +15,52 @@ struct Task {
   int n0, n1;
 };
 
-void run_task(const Table& t, const Task& task, char* out, Type out_type) {
+void round_to(const Table& t, Type type, float* y, int n) {
+  if (type == F32) return;
+  uint16_t half[256];
+  for (int i = 0; i < n; i += 256) {
+    const int some = std::min(256, n - i);
+    t.from_f32(y + i, type, some, half);
+    t.to_f32(half, type, some, y + i);
+  }
+}
+
+void run_task(const Table& t, const Task& task) {
   const Product& p = *task.p;
   float* room = scratch<1>(scratch_floats(p.w.k));
   const bool straight = p.to.empty();
-  const size_t size = type_size(out_type);
-  if (straight && out_type == F32) {
-    t.multiply(p.w, task.n0, task.n1, task.x, task.rows, reinterpret_cast<float*>(out) + task.first * p.n + task.n0, p.n, room);
+  const size_t size = type_size(p.out_type);
+  if (straight && p.out_type == F32 && !p.bias && !p.up) {
+    t.multiply(p.w, task.n0, task.n1, task.x, task.rows, reinterpret_cast<float*>(p.out) + task.first * p.pitch + task.n0, p.pitch, room);
     return;
   }
   const int wide = task.n1 - task.n0;
-  float* y = scratch<2>(static_cast<size_t>(task.rows) * wide + 16);
+  const size_t floats = static_cast<size_t>(task.rows) * wide;
+  float *y = scratch<2>(2 * floats + 16), *u = y + floats;
   t.multiply(p.w, task.n0, task.n1, task.x, task.rows, y, wide, room);
+  if (p.up) t.multiply(*p.up, task.n0, task.n1, task.x, task.rows, u, wide, room);
   for (int m = 0; m < task.rows; m++) {
+    float *ym = y + static_cast<size_t>(m) * wide, *um = u + static_cast<size_t>(m) * wide;
+    if (p.bias) {
+      round_to(t, p.out_type, ym, wide);
+      t.add_rows(ym, p.bias + task.n0, wide, ym);
+    }
+    if (p.up) {
+      round_to(t, p.out_type, ym, wide);
+      round_to(t, p.out_type, um, wide);
+      if (p.up_bias) {
+        t.add_rows(um, p.up_bias + task.n0, wide, um);
+        round_to(t, p.out_type, um, wide);
+      }
+      t.gate(p.activation, ym, um, wide, ym);
+    }
     const int64_t row = straight ? task.first + m : p.to[task.first + m];
-    t.from_f32(y + static_cast<size_t>(m) * wide, out_type, wide, out + (row * p.n + task.n0) * size);
+    t.from_f32(ym, p.out_type, wide, p.out + (row * p.pitch + task.n0) * static_cast<int64_t>(size));
   }
 }
 }  // namespace
 
-void multiply_rows(const Rows& x, std::vector<Product>& products, char* out, Type out_type) {
+void multiply_rows(const Rows& x, std::vector<Product>& products) {
   const Table& t = table();
   auto workers = pool();
   std::vector<Task> tasks;
@@ -84,7 +110,7 @@ void multiply_rows(const Rows& x, std::vector<Product>& products, char* out, Typ
       }
       for (int n0 = 0; n0 < n; n0 += per) tasks.push_back({q.p, arranged + q.at, q.rows, q.first, n0, std::min(n, n0 + per)});
     }
-    auto run = [&](int i) { run_task(t, tasks[i], out, out_type); };
+    auto run = [&](int i) { run_task(t, tasks[i]); };
     if (share) workers->run(static_cast<int>(tasks.size()), run);
     else for (size_t i = 0; i < tasks.size(); i++) run(static_cast<int>(i));
     pieces.clear();
@@ -97,7 +123,7 @@ void multiply_rows(const Rows& x, std::vector<Product>& products, char* out, Typ
       const int some = static_cast<int>(std::min<int64_t>(MOST_ROWS, rows - first));
       pieces.push_back({&p, first, some, floats});
       floats += static_cast<size_t>(some) * padded(p.w.k);
-      work += static_cast<int64_t>(p.n) * p.w.k * (some + 2);
+      work += static_cast<int64_t>(p.n) * p.w.k * (some + 2) * (p.up ? 2 : 1);
       if (floats > static_cast<size_t>(MOST_ROWS) * 16384) flush();
     }
     if (!pieces.empty() && rows > MOST_ROWS) flush();
@@ -129,14 +155,34 @@ class QuantizedMatmul : public Native {
     dispatch(stream(), [x = Rows(in[0]), w = Packed(in[1]), s = Packed(in[2]), b = Packed(in[3]), n = in[1].shape(0), group = group_, bits = bits_,
                         st = type_of(in[2].dtype()), to = out.data<char>(), ot = type_of(out.dtype())]() mutable {
       std::vector<Product> products;
-      products.push_back({quantised(w.data(), s.data(), b.data(), x.width, group, bits, st), n, {}, {}});
-      multiply_rows(x, products, to, ot);
+      products.push_back({quantised(w.data(), s.data(), b.data(), x.width, group, bits, st), n, to, ot, n});
+      multiply_rows(x, products);
     });
   }
 
  private:
   int group_, bits_;
 };
+
+// Pairs of a row block of x and a matrix, gathered by matrix; `make(e)` gives the product with matrix e.
+template <class F> std::vector<Product> by_expert(const uint32_t* lhs, const uint32_t* rhs, int64_t pairs, int rows, int experts, F&& make) {
+  std::vector<int> slot(experts, -1);
+  std::vector<Product> products;
+  for (int64_t i = 0; i < pairs; i++) {
+    const uint32_t e = rhs[i];
+    if (e >= static_cast<uint32_t>(experts)) throw std::out_of_range("expert index " + std::to_string(e) + " of " + std::to_string(experts));
+    if (slot[e] < 0) {
+      slot[e] = static_cast<int>(products.size());
+      products.push_back(make(static_cast<int64_t>(e)));
+    }
+    auto& p = products[slot[e]];
+    for (int r = 0; r < rows; r++) {
+      p.from.push_back(static_cast<int64_t>(lhs[i]) * rows + r);
+      p.to.push_back(i * rows + r);
+    }
+  }
+  return products;
+}
 
 class GatherQmm : public Native {
  public:
@@ -153,29 +199,53 @@ class GatherQmm : public Native {
     dispatch(stream(), [x = Rows(in[0]), w = Packed(in[1]), s = Packed(in[2]), b = Packed(in[3]), lhs = Packed(in[4]), rhs = Packed(in[5]),
                         pairs = static_cast<int64_t>(in[5].size()), m = in[0].shape(-2), experts = in[1].shape(0), n = in[1].shape(1), group = group_, bits = bits_,
                         st = type_of(in[2].dtype()), to = out.data<char>(), ot = type_of(out.dtype())]() mutable {
-      auto *li = reinterpret_cast<const uint32_t*>(lhs.data()), *ri = reinterpret_cast<const uint32_t*>(rhs.data());
-      std::vector<int> slot(experts, -1);
-      std::vector<Product> products;
-      const int64_t row_bytes = static_cast<int64_t>(x.width) * bits / 8, scale_row = static_cast<int64_t>(x.width / group) * type_size(st);
-      for (int64_t i = 0; i < pairs; i++) {
-        const uint32_t e = ri[i];
-        if (e >= static_cast<uint32_t>(experts)) throw std::out_of_range("expert index " + std::to_string(e) + " of " + std::to_string(experts));
-        if (slot[e] < 0) {
-          slot[e] = static_cast<int>(products.size());
-          products.push_back({quantised(w.data() + e * n * row_bytes, s.data() + e * n * scale_row, b.data() + e * n * scale_row, x.width, group, bits, st), n, {}, {}});
-        }
-        auto& p = products[slot[e]];
-        for (int r = 0; r < m; r++) {
-          p.from.push_back(static_cast<int64_t>(li[i]) * m + r);
-          p.to.push_back(i * m + r);
-        }
-      }
-      multiply_rows(x, products, to, ot);
+      const int64_t row_bytes = static_cast<int64_t>(x.width) * bits / 8, scale_row = static_cast<int64_t>(x.width / group) * static_cast<int64_t>(type_size(st));
+      auto products = by_expert(reinterpret_cast<const uint32_t*>(lhs.data()), reinterpret_cast<const uint32_t*>(rhs.data()), pairs, m, experts, [&](int64_t e) {
+        return Product{quantised(w.data() + e * n * row_bytes, s.data() + e * n * scale_row, b.data() + e * n * scale_row, x.width, group, bits, st), n, to, ot, n};
+      });
+      multiply_rows(x, products);
     });
   }
 
  private:
   int group_, bits_;
+};
+
+class GatherMm : public Native {
+ public:
+  using Native::Native;
+  const char* name() const override { return "GnomonGatherMm"; }
+  bool is_equivalent(const mx::Primitive&) const override { return true; }
+  // inputs: x [..., M, K], b [E, K, N], lhs and rhs as above
+  void eval_cpu(const std::vector<mx::array>& in, mx::array& out) override {
+    allocate(out);
+    if (out.size() == 0) return;
+    const auto& b = in[1];
+    const int experts = b.shape(0), k = b.shape(1), n = b.shape(2);
+    const bool straight = b.strides(1) == 1 && b.strides(2) >= k;
+    dispatch(stream(), [x = Rows(in[0]), b, straight, lhs = Packed(in[2]), rhs = Packed(in[3]), pairs = static_cast<int64_t>(in[3].size()), m = in[0].shape(-2), experts, k, n,
+                        to = out.data<char>(), ot = type_of(out.dtype())]() mutable {
+      const Type wt = type_of(b.dtype());
+      const int64_t size = static_cast<int64_t>(type_size(wt));
+      const char* base = b.data<char>();
+      int64_t matrix = b.strides(0) * size, row_bytes = b.strides(2) * size;
+      std::vector<char> turned;
+      if (!straight) {
+        turned.resize(static_cast<size_t>(experts) * n * k * size);
+        char* p = turned.data();
+        for (int e = 0; e < experts; e++)
+          for (int j = 0; j < n; j++)
+            for (int i = 0; i < k; i++, p += size) std::memcpy(p, base + (e * b.strides(0) + i * b.strides(1) + j * b.strides(2)) * size, size);
+        base = turned.data();
+        row_bytes = k * size;
+        matrix = n * row_bytes;
+      }
+      auto products = by_expert(reinterpret_cast<const uint32_t*>(lhs.data()), reinterpret_cast<const uint32_t*>(rhs.data()), pairs, m, experts, [&](int64_t e) {
+        return Product{Weights{reinterpret_cast<const uint8_t*>(base + e * matrix), nullptr, nullptr, row_bytes, k, BLOCK, wt == F32 ? D_F32 : wt == F16 ? D_F16 : D_BF16, F32}, n, to, ot, n};
+      });
+      multiply_rows(x, products);
+    });
+  }
 };
 
 class QuantizedEmbedding : public Native {
@@ -227,8 +297,8 @@ class DenseMatmul : public Native {
       Weights weights{reinterpret_cast<const uint8_t*>(in_place ? in_place : w.data()), nullptr, nullptr, static_cast<int64_t>(pitch * type_size(wt)), x.width, BLOCK,
                       wt == F32 ? D_F32 : wt == F16 ? D_F16 : D_BF16, F32};
       std::vector<Product> products;
-      products.push_back({weights, n, {}, {}});
-      multiply_rows(x, products, to, ot);
+      products.push_back({weights, n, to, ot, n});
+      multiply_rows(x, products);
     });
   }
 };
@@ -241,18 +311,35 @@ mx::array quantized_matmul(const mx::array& x, const mx::array& w, const mx::arr
   return mx::array(std::move(shape), mx::result_type(x, scales), std::make_shared<QuantizedMatmul>(stream, group, bits), {x, w, scales, biases});
 }
 
-mx::array gather_qmm(const mx::array& x, const mx::array& w, const mx::array& scales, const mx::array& biases, const std::optional<mx::array>& lhs,
-                     const mx::array& rhs, int group, int bits, mx::StreamOrDevice s) {
-  auto stream = mx::to_stream(s);
+namespace {
+// The index arrays, broadcast against each other; rows of x stand in order without `lhs`.
+std::pair<mx::array, mx::array> pairs_of(const mx::array& x, const std::optional<mx::array>& lhs, const mx::array& rhs, mx::Stream stream) {
   mx::Shape batch(x.shape().begin(), x.shape().end() - 2);
   int count = 1;
   for (auto b : batch) count *= b;
   mx::array left = lhs ? *lhs : mx::reshape(mx::arange(count, mx::uint32, stream), batch, stream);
   auto both = mx::broadcast_arrays({mx::astype(left, mx::uint32, stream), mx::astype(rhs, mx::uint32, stream)}, stream);
-  auto shape = both[1].shape();
+  return {both[0], both[1]};
+}
+}  // namespace
+
+mx::array gather_qmm(const mx::array& x, const mx::array& w, const mx::array& scales, const mx::array& biases, const std::optional<mx::array>& lhs,
+                     const mx::array& rhs, int group, int bits, mx::StreamOrDevice s) {
+  auto stream = mx::to_stream(s);
+  auto [left, right] = pairs_of(x, lhs, rhs, stream);
+  auto shape = right.shape();
   shape.push_back(x.shape(-2));
   shape.push_back(w.shape(1));
-  return mx::array(std::move(shape), mx::result_type(x, scales), std::make_shared<GatherQmm>(stream, group, bits), {x, w, scales, biases, both[0], both[1]});
+  return mx::array(std::move(shape), mx::result_type(x, scales), std::make_shared<GatherQmm>(stream, group, bits), {x, w, scales, biases, left, right});
+}
+
+mx::array gather_mm(const mx::array& x, const mx::array& b, const std::optional<mx::array>& lhs, const mx::array& rhs, mx::StreamOrDevice s) {
+  auto stream = mx::to_stream(s);
+  auto [left, right] = pairs_of(x, lhs, rhs, stream);
+  auto shape = right.shape();
+  shape.push_back(x.shape(-2));
+  shape.push_back(b.shape(2));
+  return mx::array(std::move(shape), mx::result_type(x, b), std::make_shared<GatherMm>(stream), {x, b, left, right});
 }
 
 mx::array quantized_embedding(const mx::array& ids, const mx::array& w, const mx::array& scales, const mx::array& biases, int group, int bits, mx::StreamOrDevice s) {
@@ -267,5 +354,34 @@ mx::array dense_matmul(const mx::array& x, const mx::array& w, mx::StreamOrDevic
   auto shape = x.shape();
   shape.back() = w.shape(0);
   return mx::array(std::move(shape), mx::result_type(x, w), std::make_shared<DenseMatmul>(stream), {x, w});
+}
+
+void Projection::push(std::vector<mx::array>& in) const {
+  in.push_back(w);
+  if (scales) in.push_back(*scales), in.push_back(*biases);
+  if (bias) in.push_back(*bias);
+}
+
+Operands::Operands(const Projection& p, const std::vector<mx::array>& in, size_t& next) : n(p.outputs()), k_(p.inputs()), group_(p.group), bits_(p.bits), type_(type_of(p.type())) {
+  w_.emplace(in[next++]);
+  if (p.scales) {
+    scales_.emplace(in[next++]);
+    biases_.emplace(in[next++]);
+  }
+  if (p.bias) {
+    bias_type_ = type_of(in[next].dtype());
+    bias_.emplace(in[next++]);
+  }
+}
+Weights Operands::weights() {
+  if (scales_) return quantised(w_->data(), scales_->data(), biases_->data(), k_, group_, bits_, type_);
+  return Weights{reinterpret_cast<const uint8_t*>(w_->data()), nullptr, nullptr, static_cast<int64_t>(k_ * type_size(type_)), k_, BLOCK,
+                 type_ == F32 ? D_F32 : type_ == F16 ? D_F16 : D_BF16, F32};
+}
+const float* Operands::bias() {
+  if (!bias_) return nullptr;
+  wide_bias_.resize(n);
+  table().to_f32(bias_->data(), bias_type_, n, wide_bias_.data());
+  return wide_bias_.data();
 }
 }  // namespace gnomon

@@ -9,17 +9,52 @@ mx::array quantized_matmul(const mx::array& x, const mx::array& w, const mx::arr
 // As mlx's gather_qmm with transpose: out[..., :, n] = x[lhs] @ w[rhs].T.
 mx::array gather_qmm(const mx::array& x, const mx::array& w, const mx::array& scales, const mx::array& biases, const std::optional<mx::array>& lhs,
                      const mx::array& rhs, int group, int bits, mx::StreamOrDevice s);
+// As mlx's gather_mm for b [E, K, N]; best where b is a transposed view of [E, N, K].
+mx::array gather_mm(const mx::array& x, const mx::array& b, const std::optional<mx::array>& lhs, const mx::array& rhs, mx::StreamOrDevice s);
 // Rows `ids` of an affine-quantised table.
 mx::array quantized_embedding(const mx::array& ids, const mx::array& w, const mx::array& scales, const mx::array& biases, int group, int bits, mx::StreamOrDevice s);
 // y = x @ w.T for dense w [N, K].
 mx::array dense_matmul(const mx::array& x, const mx::array& w, mx::StreamOrDevice s);
 
-// Some rows of x against one matrix; row i's outputs go to row to[i] of the result (i where `to` is empty).
+// Some rows of x against one matrix: row i's outputs go to row to[i] of `out` (i where `to` is empty), `pitch` values apart.
+// Every step of what follows the product rounds to the output's type, as if it were an operation of its own.
 struct Product {
   Weights w;
   int n;
+  char* out;
+  Type out_type;
+  int64_t pitch;
   std::vector<int64_t> from, to;
+  const float* bias = nullptr;  // [n], added
+  std::optional<Weights> up;    // then activation(y) * (x @ up.T + up_bias)
+  const float* up_bias = nullptr;
+  Activation activation = SILU;
 };
-void multiply_rows(const Rows& x, std::vector<Product>& products, char* out, Type out_type);
+void multiply_rows(const Rows& x, std::vector<Product>& products);
+
+// The weights of a linear map as MLX has them: packed with scales and biases, or dense. Holds the arrays.
+struct Projection {
+  mx::array w;
+  std::optional<mx::array> scales, biases, bias;
+  int group, bits;
+  int outputs() const { return w.shape(0); }
+  int inputs() const { return scales ? scales->shape(1) * group : w.shape(1); }
+  mx::Dtype type() const { return scales ? scales->dtype() : w.dtype(); }
+  void push(std::vector<mx::array>& in) const;
+};
+// The same at evaluation, from a primitive's inputs.
+class Operands {
+ public:
+  Operands(const Projection& p, const std::vector<mx::array>& in, size_t& next);
+  Weights weights();
+  const float* bias();
+  int n;
+
+ private:
+  int k_, group_, bits_;
+  Type type_, bias_type_ = F32;
+  std::optional<Packed> w_, scales_, biases_, bias_;
+  std::vector<float> wide_bias_;
+};
 
 }  // namespace gnomon

@@ -6,7 +6,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request
@@ -16,15 +16,32 @@ from starlette.responses import Response
 from gnomon.chat.messages import ChatError
 from gnomon.chat.reasoning import Splitter
 from gnomon.chat.template import Rendered
+from gnomon.chat.tools import (
+    CallArguments,
+    CallEnd,
+    CallEvent,
+    CallStart,
+    Extractor,
+    collected,
+)
 from gnomon.engine import api
 from gnomon.serve.body import parse, read_body, until_disconnect
+from gnomon.serve.constrain import chat_demand
 from gnomon.serve.errors import APIError, internal, invalid
 from gnomon.serve.generation import Generation, Piece
-from gnomon.serve.prepare import Job, tier
+from gnomon.serve.prepare import Job, extractor_for, tier
 from gnomon.serve.schema import json_body
 from gnomon.serve.services import FINGERPRINT, Services, services_of
 from gnomon.serve.sse import DONE, PING, EventSourceResponse, frame
-from gnomon.serve.wire.chat import ChatChunk, ChatCompletion, ChatDelta, ChatMessage, ChatRequest
+from gnomon.serve.wire.chat import (
+    CalledFunctionDelta,
+    ChatChunk,
+    ChatCompletion,
+    ChatDelta,
+    ChatMessage,
+    ChatRequest,
+    MadeCallDelta,
+)
 from gnomon.serve.wire.logprobs import ChatLogprobs, chat_logprobs
 from gnomon.serve.wire.messages import template_messages, template_tools
 from gnomon.serve.wire.usage import usage_body
@@ -32,7 +49,8 @@ from gnomon.serve.wire.usage import usage_body
 logger = logging.getLogger(__name__)
 router = APIRouter()
 
-TOOLS_WARNING = "tools are in the prompt, but calls are not parsed: a call the model makes is text in content"
+NO_FORMAT = "this model's way of writing tool calls is not known: a call it makes is text in content"
+MALFORMED = "a tool call could not be read and is text in content"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +61,7 @@ class ChatJob:
     text: str
     """The rendered conversation."""
     splitter: Callable[[], Splitter]
+    extractor: Callable[[], Extractor] | None
     logprobs: bool
 
 
@@ -55,11 +74,14 @@ def prepare(body: bytes, services: Services, trace_id: str) -> ChatJob:
     messages = template_messages(request.messages, model.id)
     offered = request.offered_tools()
     stop, logprobs = request.stops(), request.wanted_logprobs()
+    form = chat_demand(request, services)
+    messages = form.told(messages)
     try:
         kwargs = template.thinking_kwargs(
             request.chat_template_kwargs, request.reasoning_effort, services.sampling.thinking
         )
-        rendered = template.render(messages, template_tools(offered), **kwargs)
+        tools = template_tools(offered)
+        rendered = template.render(messages, tools, **kwargs)
     except ChatError as error:
         raise invalid(str(error), error.param, error.code) from error
     ids = services.chat_history.encode(rendered.text) or tuple(rendered.ids)
@@ -74,6 +96,8 @@ def prepare(body: bytes, services: Services, trace_id: str) -> ChatJob:
         n=request.n or 1,
         trace_id=trace_id,
         boundary=boundary_of(rendered, ids),
+        constraint=form.constraint,
+        thinking=template.thinking(rendered) if form.constraint is not None else None,
     )
     job = Job(
         id=name,
@@ -82,9 +106,15 @@ def prepare(body: bytes, services: Services, trace_id: str) -> ChatJob:
         stream=bool(request.stream),
         usage=request.wants_usage,
         tier=tier(services, request),
-        warnings=(TOOLS_WARNING,) if offered else (),
+        warnings=((NO_FORMAT,) if tools and template.tools is None else ()) + form.warnings,
     )
-    return ChatJob(job, rendered.text, lambda: template.splitter(rendered.generation_prompt), logprobs is not None)
+    return ChatJob(
+        job,
+        rendered.text,
+        lambda: template.splitter(rendered.generation_prompt),
+        extractor_for(template.tools, tools, single=request.parallel_tool_calls is False),
+        logprobs is not None,
+    )
 
 
 def boundary_of(rendered: Rendered, ids: Sequence[int]) -> int | None:
@@ -110,7 +140,9 @@ async def answer(body: bytes, services: Services, trace_id: str) -> Response:
     def remember(request: api.Request, ids: Sequence[int]) -> None:
         services.chat_history.record(prepared.text, request.prompt, ids)
 
-    generation = Generation(services, "chat", job.requests, "messages", prepared.splitter, remember=remember)
+    generation = Generation(
+        services, "chat", job.requests, "messages", prepared.splitter, prepared.extractor, remember=remember
+    )
     if job.stream:
         return EventSourceResponse(
             frames(generation, prepared, services), generation.close, services.timing.write, job.headers()
@@ -119,6 +151,9 @@ async def answer(body: bytes, services: Services, trace_id: str) -> Response:
         completion = await complete(generation, prepared, services)
     finally:
         generation.close()
+    if generation.malformed:
+        logger.warning("%s: %s", job.id, MALFORMED)
+        job = replace(job, warnings=(*job.warnings, MALFORMED))
     return JSONResponse(completion, headers=job.headers(completion["usage"]["tier"]))
 
 
@@ -148,11 +183,14 @@ async def complete(generation: Generation, prepared: ChatJob, services: Services
 
 
 def _message(pieces: list[Piece]) -> ChatMessage:
-    message: ChatMessage = {
-        "role": "assistant",
-        "content": "".join(piece.content for piece in pieces),
-        "refusal": None,
-    }
+    content = "".join(piece.content for piece in pieces)
+    _, calls = collected(event for piece in pieces for event in piece.calls)
+    message: ChatMessage = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
+    if calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in calls
+        ]
     reasoning = "".join(piece.reasoning for piece in pieces)
     if reasoning:
         message["reasoning_content"] = message["reasoning"] = reasoning
@@ -166,8 +204,10 @@ def _logprobs(prepared: ChatJob, pieces: list[Piece]) -> ChatLogprobs | None:
 async def frames(generation: Generation, prepared: ChatJob, services: Services) -> AsyncGenerator[bytes]:
     """The answer as server-sent events; a failure becomes the last of them."""
     try:
+        # Whether there will be content isn't known where there may be calls only.
+        nothing = None if prepared.extractor else ""
         for index in range(generation.choices):
-            yield frame(_chunk(prepared, services, index, {"role": "assistant", "content": "", "refusal": None}))
+            yield frame(_chunk(prepared, services, index, {"role": "assistant", "content": nothing, "refusal": None}))
         async for pieces in generation.pieces(services.timing.keep_alive):
             if pieces is None:
                 yield PING
@@ -177,6 +217,8 @@ async def frames(generation: Generation, prepared: ChatJob, services: Services) 
             last = _chunk(prepared, services, None, {})
             last["usage"] = usage_body(generation.usages, prepared.job.tier, generation.reasoning_tokens)
             yield frame(last)
+        if generation.malformed:
+            logger.warning("%s: %s", prepared.job.id, MALFORMED)
         yield DONE
     except APIError as error:
         yield frame(error.body)
@@ -186,18 +228,33 @@ async def frames(generation: Generation, prepared: ChatJob, services: Services) 
 
 
 def _chunks(prepared: ChatJob, services: Services, piece: Piece) -> list[ChatChunk]:
-    """Reasoning and content go apart, reasoning first; log-probabilities with the first; the finish alone, as OpenAI sends it."""
+    """Reasoning, content and each part of a call go apart; log-probabilities with the first; the finish alone, as OpenAI sends it."""
     deltas: list[ChatDelta] = []
     if piece.reasoning:
         deltas.append({"reasoning_content": piece.reasoning, "reasoning": piece.reasoning})
-    if piece.content or (piece.logprobs and not deltas):
+    if piece.content:
         deltas.append({"content": piece.content})
+    calls: list[MadeCallDelta | None] = [_call(event) for event in piece.calls]
+    deltas.extend({"tool_calls": [call]} for call in calls if call is not None)
+    if piece.logprobs and not deltas:
+        deltas.append({"content": ""})
     chunks = [_chunk(prepared, services, piece.index, delta) for delta in deltas]
     if chunks and prepared.logprobs:
         chunks[0]["choices"][0]["logprobs"] = chat_logprobs(piece.logprobs)
     if piece.finish is not None:
         chunks.append(_chunk(prepared, services, piece.index, {}, piece.finish))
     return chunks
+
+
+def _call(event: CallEvent) -> MadeCallDelta | None:
+    match event:
+        case CallStart():
+            function: CalledFunctionDelta = {"name": event.name, "arguments": ""}
+            return {"index": event.index, "id": event.id, "type": "function", "function": function}
+        case CallArguments():
+            return {"index": event.index, "function": {"arguments": event.fragment}}
+        case CallEnd():
+            return None
 
 
 def _chunk(

@@ -30,6 +30,7 @@ class ChatRequest(SamplingFields):
     top_logprobs: int | None = None
     tools: list[Tool] | None = None
     tool_choice: ToolChoice = None
+    parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     functions: Any = None
@@ -60,16 +61,35 @@ class ChatRequest(SamplingFields):
     def offered_tools(self) -> list[Tool] | None:
         """The tools to render: none when `tool_choice` is "none". Raises APIError 400 for a choice that can't be enforced."""
         choice: Any = self.tool_choice
-        if choice is None or choice == "auto":
+        if choice in (None, "auto", "required") or self.named_tool is not None:
             return self.tools
         if choice == "none":
             return None
         kind: Any = cast("dict[str, Any]", choice).get("type") if isinstance(choice, dict) else None
-        if choice == "required" or kind in ("function", "allowed_tools", "custom"):
+        if kind in ("allowed_tools", "custom"):
             raise invalid(
-                f'tool_choice {show(choice)} can\'t be enforced; use "auto" or "none"', "tool_choice", "unsupported"
+                f'tool_choice {show(choice)} can\'t be enforced; use "auto", "required", "none" or a function',
+                "tool_choice",
+                "unsupported",
             )
-        raise invalid(f'tool_choice must be "none" or "auto", got {show(choice)}', "tool_choice")
+        raise invalid(
+            f'tool_choice must be "none", "auto", "required" or a function, got {show(choice)}', "tool_choice"
+        )
+
+    @property
+    def named_tool(self) -> str | None:
+        """The function that `tool_choice` insists on."""
+        choice: Any = self.tool_choice
+        if not isinstance(choice, dict):
+            return None
+        choice = cast("dict[str, Any]", choice)
+        function: Any = choice.get("function")
+        name: Any = cast("dict[str, Any]", function).get("name") if isinstance(function, dict) else None
+        return name if choice.get("type") == "function" and isinstance(name, str) else None
+
+    @property
+    def demands_call(self) -> bool:
+        return self.tool_choice == "required" or self.named_tool is not None
 
     def refuse_unsupported(self) -> None:
         super().refuse_unsupported()
@@ -84,12 +104,40 @@ class ChatRequest(SamplingFields):
                 raise invalid(f"{name} is not supported", name, "unsupported")
 
 
+class CalledFunction(TypedDict):
+    """`arguments` is the text of a JSON object; the model wrote it, so that it need not fit the tool's schema."""
+
+    name: str
+    arguments: str
+
+
+class MadeCall(TypedDict):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class CalledFunctionDelta(TypedDict):
+    name: NotRequired[str]
+    arguments: str
+
+
+class MadeCallDelta(TypedDict):
+    """The first of a call carries `id`, `type` and the function's name, the others more of its arguments."""
+
+    index: int
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: CalledFunctionDelta
+
+
 class ChatMessage(TypedDict):
-    """`reasoning` repeats `reasoning_content`: clients look for either."""
+    """`reasoning` repeats `reasoning_content`: clients look for either. `content` is null when there are only tool calls."""
 
     role: Literal["assistant"]
     content: str | None
     refusal: None
+    tool_calls: NotRequired[list[MadeCall]]
     reasoning_content: NotRequired[str]
     reasoning: NotRequired[str]
 
@@ -113,7 +161,8 @@ class ChatCompletion(TypedDict):
 
 class ChatDelta(TypedDict):
     role: NotRequired[Literal["assistant"]]
-    content: NotRequired[str]
+    content: NotRequired[str | None]
+    tool_calls: NotRequired[list[MadeCallDelta]]
     refusal: NotRequired[None]
     reasoning_content: NotRequired[str]
     reasoning: NotRequired[str]

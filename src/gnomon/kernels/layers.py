@@ -1,0 +1,441 @@
+"""Layers of known models whose forward becomes a few fused kernels.
+
+A swapped layer keeps its parameters, its submodules and, outside native steps, its own forward: only its class changes, to a subclass
+made here. Inside a native step the subclass issues
+
+    heads      norm, q, k, v projections, head norms, rotation       instead of about 14 operations
+    project    output projection, norm after it, residual            instead of 3
+    gated_mlp  norm, gate, up, activation, down, norm, residual      instead of 8
+
+with the same bits as the unfused kernels give: every step rounds to the activations' type. A layer whose submodules are not what was
+swapped (an adapter took a projection's place, weights were replaced) falls back to its own forward.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, Literal
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import rope_utils
+from mlx_lm.models.base import scaled_dot_product_attention
+
+from gnomon.kernels.dispatch import thread
+from gnomon.kernels.quantized_matmul import FLOATS, why_not
+from gnomon.kernels.recurrent import gated_delta_net
+from gnomon.kernels.rope import offset_array
+
+SILU, GELU_TANH, GELU_ERF = range(3)
+"""Numbers of the activations in the extension."""
+
+NormKind = Literal["plain", "plus one"]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Layers of one module of mlx-lm that compute the same thing."""
+
+    module: str
+    attention: str | None = None
+    mlp: str | None = None
+    block: str | None = None
+    mixer: str | None = None
+    activation: int = SILU
+    norm: NormKind = "plain"
+    after: bool = False  # norms after attention and MLP, as Gemma has them
+
+
+ROLES = ("attention", "mlp", "mixer", "block")
+
+FAMILIES = (
+    Family("llama", "Attention", "MLP", "TransformerBlock"),
+    Family("qwen2", "Attention", "MLP", "TransformerBlock"),
+    Family("qwen3", "Attention", "MLP", "TransformerBlock"),
+    Family("qwen3_moe", "Attention", "MLP", None),
+    Family("qwen3_next", None, "Qwen3NextMLP", None),
+    Family("qwen3_5", mixer="GatedDeltaNet"),
+    Family("gemma3_text", "Attention", "MLP", "TransformerBlock", None, GELU_TANH, "plus one", True),
+)
+
+
+class Stale(Exception):
+    """A layer's submodules are no longer those that were swapped."""
+
+
+class Linear:
+    """A linear layer's weights as the extension takes them, and what they were made from."""
+
+    def __init__(self, layer: nn.Module, extension: ModuleType) -> None:
+        self.layer = layer
+        self.extension = extension
+        self.weight: mx.array = layer["weight"]
+        scales: mx.array | None = layer.get("scales")
+        group, bits = (0, 0) if scales is None else (layer.group_size, layer.bits)
+        self.dtype: mx.Dtype = self.weight.dtype if scales is None else scales.dtype
+        self.projection = extension.Projection(self.weight, scales, layer.get("biases"), layer.get("bias"), group, bits)
+
+    @staticmethod
+    def covers(layer: object) -> bool:
+        """Whether a layer is a plain or quantised linear map that the extension can take. Exact types: a subclass may do more."""
+        if not isinstance(layer, nn.Module):
+            return False
+        bias = layer.get("bias")
+        if bias is not None and bias.dtype not in FLOATS:
+            return False
+        if type(layer) is nn.QuantizedLinear:
+            why = why_not(
+                layer["weight"], layer["scales"], layer.get("biases"), layer.group_size, layer.bits, layer.mode, 2
+            )
+            return why is None and (bias is None or bias.dtype == layer["scales"].dtype)
+        return (
+            type(layer) is nn.Linear
+            and layer["weight"].dtype in FLOATS
+            and (bias is None or bias.dtype == layer["weight"].dtype)
+        )
+
+    def current(self, layer: object) -> bool:
+        """Whether `layer` still is what this was made from."""
+        return layer is self.layer and self.layer["weight"] is self.weight
+
+
+class Norm:
+    """An RMS norm's weight, as it multiplies."""
+
+    def __init__(self, layer: Any, kind: NormKind) -> None:
+        self.layer = layer
+        self.source: mx.array = layer["weight"]
+        self.weight = self.source if kind == "plain" else 1.0 + self.source
+        self.eps = float(layer.eps)
+
+    @staticmethod
+    def covers(layer: Any, kind: NormKind, owner: ModuleType) -> bool:
+        return type(layer) is (nn.RMSNorm if kind == "plain" else owner.RMSNorm) and layer["weight"].dtype in FLOATS
+
+    def current(self, layer: object) -> bool:
+        return layer is self.layer and self.layer["weight"] is self.source
+
+
+@dataclass(slots=True)
+class Rotation:
+    """What `mx.fast.rope` would be called with."""
+
+    dims: int
+    traditional: bool
+    base: float
+    scale: float
+    freqs: mx.array | None
+
+    @staticmethod
+    def of(layer: object) -> Rotation | None:
+        """The rotation of a rope module, or None for one that does more than turn."""
+        if type(layer) is nn.RoPE:
+            return Rotation(layer.dims, layer.traditional, float(layer.base), float(layer.scale), None)
+        if type(layer) is rope_utils.Llama3RoPE:
+            return Rotation(layer.dims, layer.traditional, 1.0, 1.0, layer._freqs)  # pyright: ignore[reportPrivateUsage]
+        return None
+
+
+@dataclass(slots=True)
+class Attention:
+    """A swapped attention layer. `rotation` None leaves turning to the layer's own rope module."""
+
+    q: Linear
+    k: Linear
+    v: Linear
+    o: Linear
+    q_norm: Norm | None
+    k_norm: Norm | None
+    rotation: Rotation | None
+    form: Any
+    extension: ModuleType = field(repr=False)
+    dtype: mx.Dtype = mx.float32
+
+    def run(
+        self,
+        layer: Any,
+        x: mx.array,
+        mask: Any,
+        cache: Any,
+        before: Norm | None,
+        after: Norm | None,
+        residual: mx.array | None,
+    ) -> mx.array:
+        """after(o(attention(q, k, v))) + residual over before(x); raises Stale before anything is computed."""
+        if not (
+            self.q.current(layer.q_proj)
+            and self.k.current(layer.k_proj)
+            and self.v.current(layer.v_proj)
+            and self.o.current(layer.o_proj)
+            and (self.q_norm is None or self.q_norm.current(layer.q_norm))
+            and (self.k_norm is None or self.k_norm.current(layer.k_norm))
+        ):
+            raise Stale
+        e, rotation = self.extension, self.rotation
+        offset = cache.offset if cache is not None else 0
+        q, k, v = e.heads(
+            x,
+            before and before.weight,
+            before.eps if before else 0.0,
+            self.q.projection,
+            self.k.projection,
+            self.v.projection,
+            self.q_norm and self.q_norm.weight,
+            self.k_norm and self.k_norm.weight,
+            self.form,
+            offset_array(offset) if rotation is not None else None,
+            rotation.freqs if rotation is not None else None,
+        )
+        if rotation is None:
+            q, k = layer.rope(q, offset=offset), layer.rope(k, offset=offset)
+        if cache is not None:
+            k, v = cache.update_and_fetch(k, v)
+        y = scaled_dot_product_attention(q, k, v, cache=cache, scale=layer.scale, mask=mask)
+        y = y.transpose(0, 2, 1, 3).reshape(x.shape[0], x.shape[1], -1)
+        return e.project(y, self.o.projection, after and after.weight, after.eps if after else 0.0, residual)
+
+
+@dataclass(slots=True)
+class MLP:
+    """A swapped gated MLP."""
+
+    gate: Linear
+    up: Linear
+    down: Linear
+    activation: int
+    extension: ModuleType = field(repr=False)
+    dtype: mx.Dtype = mx.float32
+
+    def is_current(self, layer: Any) -> bool:
+        parts = ((self.gate, layer.gate_proj), (self.up, layer.up_proj), (self.down, layer.down_proj))
+        return all(linear.current(part) for linear, part in parts)
+
+    def run(self, layer: Any, x: mx.array, before: Norm | None, after: Norm | None, residual: bool) -> mx.array:
+        """after(down(activation(gate) * up)) over before(x), plus x if `residual`; raises Stale before anything is computed."""
+        if not self.is_current(layer):
+            raise Stale
+        return self.extension.gated_mlp(
+            x,
+            before and before.weight,
+            before.eps if before else 0.0,
+            self.gate.projection,
+            self.up.projection,
+            self.down.projection,
+            self.activation,
+            after and after.weight,
+            after.eps if after else 0.0,
+            residual,
+        )
+
+
+@dataclass(slots=True)
+class Block:
+    """A swapped transformer block: attention and MLP with the norms and residuals around them."""
+
+    attention: Attention
+    mlp: MLP
+    norms: tuple[tuple[str, Norm], ...]
+    after: bool
+
+    def run(self, layer: Any, x: mx.array, mask: Any, cache: Any) -> mx.array:
+        # The attention's run advances its cache, so whether all is current is asked first.
+        if not (all(norm.current(layer[name]) for name, norm in self.norms) and self.mlp.is_current(layer.mlp)):
+            raise Stale
+        norms = [norm for _, norm in self.norms]
+        before_attention, before_mlp = norms[0], norms[2 if self.after else 1]
+        after_attention, after_mlp = (norms[1], norms[3]) if self.after else (None, None)
+        h = self.attention.run(layer.self_attn, x, mask, cache, before_attention, after_attention, x)
+        return self.mlp.run(layer.mlp, h, before_mlp, after_mlp, True)
+
+
+def _attention_forward(own: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        fused = self.fused
+        if thread.active and x.ndim == 3 and x.dtype == fused.dtype:
+            try:
+                return fused.run(self, x, mask, cache, None, None, None)
+            except Stale:
+                pass
+        return own(self, x, mask, cache)
+
+    return __call__
+
+
+def _mlp_forward(own: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    def __call__(self: Any, x: mx.array) -> mx.array:
+        fused = self.fused
+        if thread.active and x.ndim and x.dtype == fused.dtype:
+            try:
+                return fused.run(self, x, None, None, False)
+            except Stale:
+                pass
+        return own(self, x)
+
+    return __call__
+
+
+def _block_forward(own: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        fused = self.fused
+        if thread.active and x.ndim == 3 and x.dtype == fused.mlp.dtype:
+            try:
+                return fused.run(self, x, mask, cache)
+            except Stale:
+                pass
+        return own(self, x, mask, cache)
+
+    return __call__
+
+
+_classes: dict[type, type] = {}
+
+
+def _become(
+    layer: nn.Module, fused: object, forward: Callable[[Callable[..., mx.array]], Callable[..., mx.array]]
+) -> None:
+    own = type(layer)
+    native = _classes.get(own)
+    if native is None:
+        native = type(
+            f"Native{own.__name__}", (own,), {"__call__": forward(own.__call__), "__module__": own.__module__}
+        )
+        _classes[own] = native
+    layer.__class__ = native
+    object.__setattr__(layer, "fused", fused)
+
+
+def _attention(layer: Any, family: Family, owner: ModuleType, extension: ModuleType) -> Attention | None:
+    parts = [layer.get(name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
+    if not all(Linear.covers(part) for part in parts):
+        return None
+    norms: list[Norm | None] = []
+    for name in ("q_norm", "k_norm"):
+        norm = layer.get(name)
+        if norm is not None and not Norm.covers(norm, family.norm, owner):
+            return None
+        norms.append(None if norm is None else Norm(norm, family.norm))
+    q, k, v, o = (Linear(part, extension) for part in parts)
+    types = {p.dtype for p in (q, k, v, o)} | {n.weight.dtype for n in norms if n is not None}
+    if len(types) != 1:
+        return None
+    rotation = Rotation.of(layer.rope)
+    eps = next((n.eps for n in norms if n is not None), 0.0)
+    turn = (rotation.dims, rotation.traditional, rotation.base, rotation.scale) if rotation else (0, False, 1.0, 1.0)
+    form = extension.HeadForm(layer.n_heads, layer.n_kv_heads, eps, *turn)
+    return Attention(q, k, v, o, norms[0], norms[1], rotation, form, extension, q.dtype)
+
+
+def _mlp(layer: Any, family: Family, extension: ModuleType) -> MLP | None:
+    parts = [layer.get(name) for name in ("gate_proj", "up_proj", "down_proj")]
+    if not all(Linear.covers(part) for part in parts):
+        return None
+    gate, up, down = (Linear(part, extension) for part in parts)
+    if len({p.dtype for p in (gate, up, down)}) != 1:
+        return None
+    return MLP(gate, up, down, family.activation, extension, gate.dtype)
+
+
+def _block(layer: Any, family: Family, owner: ModuleType) -> Block | None:
+    own, mlp = getattr(layer.self_attn, "fused", None), getattr(layer.mlp, "fused", None)
+    names = ("input_layernorm", "post_attention_layernorm")
+    if family.after:
+        names = (*names, "pre_feedforward_layernorm", "post_feedforward_layernorm")
+    norms = [layer.get(name) for name in names]
+    if not isinstance(own, Attention) or not isinstance(mlp, MLP) or own.dtype != mlp.dtype:
+        return None
+    if family.after and own.dtype == mx.float16:  # Gemma clips these sums
+        return None
+    if not all(Norm.covers(norm, family.norm, owner) for norm in norms):
+        return None
+    made = tuple((name, Norm(norm, family.norm)) for name, norm in zip(names, norms, strict=True))
+    if any(norm.weight.dtype != own.dtype for _, norm in made):
+        return None
+    return Block(own, mlp, made, family.after)
+
+
+class NativeQuantizedEmbedding(nn.QuantizedEmbedding):
+    """Takes rows of a packed table apart in one operation instead of four."""
+
+    fused: ModuleType
+
+    def __call__(self, x: mx.array) -> mx.array:
+        if thread.active:
+            return self.fused.quantized_embedding(
+                x, self["weight"], self["scales"], self["biases"], self.group_size, self.bits
+            )
+        return super().__call__(x)
+
+
+def _mixer_forward(own: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        if (
+            thread.active
+            and x.ndim == 3
+            and x.dtype in FLOATS
+            and self.sharding_group is None
+            and "bias" not in self.conv1d
+        ):
+            return gated_delta_net(self, self.fused, x, mask, cache)
+        return own(self, x, mask, cache)
+
+    return __call__
+
+
+def _linear_forward(own: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    def __call__(self: Any, x: mx.array) -> mx.array:
+        fused = self.fused
+        if thread.active and x.ndim and x.dtype == fused.dtype and fused.current(self):
+            return fused.extension.project(x, fused.projection, None, 0.0, None)
+        return own(self, x)
+
+    return __call__
+
+
+def swap(model: nn.Module, extension: ModuleType) -> dict[str, int]:
+    """Swap what is known in `model`, in place, and return how many layers of each class were. Swapping again changes nothing."""
+    found: dict[str, int] = {}
+    known: dict[type, tuple[str, Family, ModuleType]] = {}
+    for family in FAMILIES:
+        owner = importlib.import_module(f"mlx_lm.models.{family.module}")
+        for role in ROLES:
+            name = getattr(family, role)
+            if name is not None:
+                known[getattr(owner, name)] = (role, family, owner)
+
+    def count(layer: nn.Module) -> None:
+        name = type(layer).__name__
+        found[name] = found.get(name, 0) + 1
+
+    modules = [module for _, module in model.named_modules()]
+    for role in ROLES:
+        for layer in modules:
+            kind, family, owner = known.get(type(layer), (None, None, None))
+            if kind != role or family is None or owner is None:
+                continue
+            if role == "attention":
+                fused, forward = _attention(layer, family, owner, extension), _attention_forward
+            elif role == "mixer":
+                fused, forward = extension, _mixer_forward
+            elif role == "mlp":
+                fused, forward = _mlp(layer, family, extension), _mlp_forward
+            else:
+                fused, forward = _block(layer, family, owner), _block_forward
+            if fused is not None:
+                _become(layer, fused, forward)
+                count(layer)
+    for layer in modules:
+        if type(layer) in (nn.Linear, nn.QuantizedLinear) and Linear.covers(layer):
+            _become(layer, Linear(layer, extension), _linear_forward)
+            count(layer)
+        if type(layer) is nn.QuantizedEmbedding:
+            why = why_not(
+                layer["weight"], layer["scales"], layer.get("biases"), layer.group_size, layer.bits, layer.mode, 2
+            )
+            if why is None:
+                layer.__class__ = NativeQuantizedEmbedding
+                object.__setattr__(layer, "fused", extension)
+                count(layer)
+    return found

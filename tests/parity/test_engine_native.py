@@ -1,0 +1,95 @@
+"""The engine on native kernels: what a request gets doesn't depend, to the bit, on who shares its batch."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import mlx.core as mx
+import pytest
+
+from engine_fixtures import SMALLER, tiny_loaded, tiny_tokenizer
+from gnomon.config import EngineConfig, KernelConfig
+from gnomon.engine.api import Delta, Event, Failed, Finished, Request, SamplingParams
+from gnomon.engine.engine import Engine
+from gnomon.kernels import build, dispatch, native
+from kernels.built import load_kernels
+from tiny_models import VOCAB_SIZE, make
+
+Result = tuple[list[int], list[float]]
+MODELS = ("llama", "qwen3", "qwen3_5", "qwen3_moe", "gpt_oss")
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    kernels = load_kernels()
+    tools = build.Toolchain("", "", "", "", "", "", (), "")
+    monkeypatch.setattr(native, "_extension", kernels)
+    monkeypatch.setattr(native, "_build", build.Build(Path("kernels"), tools, 0.0))
+    yield kernels
+    dispatch.uninstall()
+
+
+def engine(model_type: str, batch: int) -> Engine:
+    def load():
+        model = make(model_type, "float32", **SMALLER.get(model_type, {}))
+        mx.eval(model.parameters())
+        return tiny_loaded(model_type, model=model)
+
+    return Engine(load, tiny_tokenizer(), EngineConfig(batch=batch), kernels=KernelConfig(kernels="native"))
+
+
+def requests(model_type: str) -> list[Request]:
+    # A sliding layer that has wrapped holds its keys in another order in a batch, and sums in that order.
+    lengths = (3, 11, 17, 5) if model_type == "gpt_oss" else (3, 40, 17, 90)
+    prompts = [tuple((7 * i * i + 3 * k + 11) % (VOCAB_SIZE - 10) + 5 for i in range(n)) for k, n in enumerate(lengths)]
+    sampling = [SamplingParams(logprobs=0), SamplingParams(temperature=0.8, seed=5, logprobs=0)] * 2
+    return [
+        Request(str(i), p, s, max_tokens=12 + 3 * i, ignore_eos=True)
+        for i, (p, s) in enumerate(zip(prompts, sampling, strict=True))
+    ]
+
+
+def run(engine: Engine, together: list[Request]) -> dict[str, Result]:
+    engine.wait(120)
+    results: dict[str, Result] = {r.id: ([], []) for r in together}
+    left = threading.Semaphore(0)
+
+    def sink(request: Request, event: Event) -> None:
+        if isinstance(event, Delta):
+            results[request.id][0].extend(event.ids)
+            results[request.id][1].extend(t.logprob for t in event.logprobs)
+        elif isinstance(event, Finished | Failed):
+            assert isinstance(event, Finished), event
+            left.release()
+
+    for request in together:
+        engine.submit(request, lambda event, r=request: sink(r, event))
+    for _ in together:
+        assert left.acquire(timeout=120)
+    return results
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_a_request_is_the_same_to_the_bit_alone_and_in_a_batch(loaded: ModuleType, model_type: str) -> None:
+    asked = requests(model_type)
+    with engine(model_type, 1) as serial:
+        alone = {r.id: run(serial, [r])[r.id] for r in asked}
+    with engine(model_type, 4) as batched:
+        assert batched.wait(60).tier == "Lab"
+        together = run(batched, asked)
+        stats = batched.stats()["kernels"]
+    assert together == alone
+    assert all(len(ids) == r.max_tokens for r, (ids, _) in ((r, alone[r.id]) for r in asked))
+    assert stats["native"]
+    assert "attention" in stats["operations"]
+
+
+def test_a_stock_engine_beside_a_native_one_stays_stock(loaded: ModuleType) -> None:
+    asked = requests("llama")
+    with Engine(lambda: tiny_loaded("llama"), tiny_tokenizer()) as stock:
+        before = run(stock, asked)
+        assert stock.wait(60).tier == "L1"
+        with engine("llama", 4) as other:
+            run(other, asked)
+            assert run(stock, asked) == before
