@@ -164,6 +164,9 @@ class HTTPConfig:
     )
     body_limit: int = option(64 * MiB, "largest request body", low=0.001, high=16_384, unit="MiB", scale=MiB)
     header_limit: int = option(64 * KiB, "largest request head", low=1, high=1024, unit="KiB", scale=KiB)
+    stable_prompts: bool = option(
+        True, "move lines that known clients change with every request off the front of system prompts"
+    )
     preparation_queue: int = option(64, "requests that may wait for rendering and tokenising", low=1, high=1_000_000)
     shutdown_timeout_ms: int = option(
         120_000, "how long open requests may finish after SIGTERM", low=0, high=86_400_000, unit="ms"

@@ -11,7 +11,7 @@ from starlette.middleware.cors import CORSMiddleware
 from gnomon.chat.template import ChatTemplate
 from gnomon.config import HTTPConfig, SamplingDefaults
 from gnomon.engine.api import Engine
-from gnomon.serve import errors, schema
+from gnomon.serve import errors, schema, volatile
 from gnomon.serve.auth import HostDoor, KeyDoor, OriginDoor
 from gnomon.serve.history import History
 from gnomon.serve.limits import TRACE_HEADER, RequestFrame
@@ -24,7 +24,7 @@ from gnomon.serve.wire.completions import CompletionRequest
 from gnomon.trace import OFF, Tracer
 
 ROUTES = (chat_completions, completions, models, root, health, stats, metrics)
-EXPOSED = ("x-request-id", TRACE_HEADER, "x-gnomon-tier", "retry-after", "warning")
+EXPOSED = ("x-request-id", TRACE_HEADER, "x-gnomon-tier", volatile.HEADER, "retry-after", "warning")
 
 
 def _endpoints() -> Iterator[str]:

@@ -25,6 +25,7 @@ from gnomon.chat.tools import (
     collected,
 )
 from gnomon.engine import api
+from gnomon.serve import volatile
 from gnomon.serve.body import parse, read_body, until_disconnect
 from gnomon.serve.constrain import chat_demand
 from gnomon.serve.errors import APIError, internal, invalid
@@ -72,6 +73,7 @@ def prepare(body: bytes, services: Services, trace_id: str) -> ChatJob:
     model = services.engine.model
     template = services.template
     messages = template_messages(request.messages, model.id)
+    messages, moved = volatile.settle(messages) if services.http.stable_prompts else (messages, ())
     offered = request.offered_tools()
     stop, logprobs = request.stops(), request.wanted_logprobs()
     form = chat_demand(request, services)
@@ -107,6 +109,7 @@ def prepare(body: bytes, services: Services, trace_id: str) -> ChatJob:
         usage=request.wants_usage,
         tier=tier(services, request),
         warnings=((NO_FORMAT,) if tools and template.tools is None else ()) + form.warnings,
+        moved=moved,
     )
     return ChatJob(
         job,
