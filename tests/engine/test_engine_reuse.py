@@ -17,7 +17,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from engine_fixtures import EOS_ID, Rig, tiny_engine, tiny_loaded, tiny_model, tiny_tokenizer
 from gnomon.config import EngineConfig
-from gnomon.engine.api import ChoiceFinished, Failed, Finished, Request, SamplingParams, Usage
+from gnomon.engine.api import ChoiceFinished, Delta, Failed, Finished, Request, SamplingParams, Usage
 from gnomon.engine.budget import Budget
 from gnomon.engine.reuse import cache_bytes
 from gnomon.models.fit import Needs
@@ -223,7 +223,7 @@ def test_a_cancelled_row_leaves_what_it_processed() -> None:
     assert usage(rig, "b").cached_tokens >= 100 + len(answer) - 1
 
 
-def test_a_failed_row_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_row_leaves_its_prompt_only() -> None:
     rig, prompt = rig_of(), tokens_of(100)
     heard: list[object] = []
 
@@ -236,8 +236,10 @@ def test_a_failed_row_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     job.sink = sink
     rig.finish()
     assert any(isinstance(event, Failed) for event in heard)
-    ask(rig, "b", (*prompt, *tokens_of(5, seed=5)))
-    assert usage(rig, "b").cached_tokens <= 101
+    answer = [i for event in heard if isinstance(event, Delta) for i in event.ids]
+    assert len(answer) > 2
+    ask(rig, "b", (*prompt, *answer, 5))
+    assert usage(rig, "b").cached_tokens == 99
 
 
 def test_another_namespace_shares_nothing() -> None:

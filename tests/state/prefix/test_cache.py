@@ -403,3 +403,16 @@ def test_without_pressure_the_longest_shared_prefix_is_lent(branches: list[tuple
         assert cache.lend("", tokens).length == min(shared, len(tokens) - 1)
         cache.publish("", tokens, row(tokens))
         texts.append(tokens)
+
+
+def test_a_full_window_that_had_tokens_taken_back_is_not_cut() -> None:
+    """Eight tokens of a window of eight, after three more were written and taken back: the first key is gone."""
+    cache, tokens = PrefixCache(1 << 20), numbers(10, 8)
+    state = row(tokens[:7], "full sliding")
+    grow(state, tokens[7:])
+    grow(state, (91, 92, 93))
+    state.rollback([3])
+    assert state.lengths == [8]
+    cache.publish("", tokens, state)
+    cache.check_integrity()
+    assert [cache.lend("", (*tokens[:n], 1)).length for n in (5, 7, 8)] == [0, 0, 8]
