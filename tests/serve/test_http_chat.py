@@ -302,7 +302,7 @@ TOOL = {"type": "function", "function": {"name": "f", "description": "d", "param
 def test_tools_are_rendered_and_the_limit_is_told(client: TestClient, engine: FakeEngine) -> None:
     response = client.post(CHAT, json=user("Hi", tools=[TOOL], tool_choice="auto"))
     assert response.status_code == 200
-    assert "calls are not parsed" in response.headers["warning"]
+    assert "way of writing tool calls is not known" in response.headers["warning"]
     response = client.post(CHAT, json=user("Hi", tools=[TOOL], tool_choice="none"))
     assert "warning" not in response.headers
     with_tools, without = prompts(engine)

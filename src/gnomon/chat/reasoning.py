@@ -84,7 +84,8 @@ class TagFormat:
     """Reasoning between two tags, at the start of the answer.
 
     `named` blocks start with a line that names them and is dropped. `again` allows further blocks after content has begun, for tags
-    that text can't spell. `dropped` markers are taken out of the content.
+    that text can't spell. `dropped` markers are taken out of the content. `enders` end a block that wasn't closed and stay in the
+    content: tool calls of families that go straight from thinking to calling.
     """
 
     open: str
@@ -93,6 +94,7 @@ class TagFormat:
     again: bool = False
     dropped: tuple[str, ...] = ()
     always: bool = False
+    enders: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -100,7 +102,7 @@ class TagFormat:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        return (self.open, self.close, *self.dropped)
+        return (self.open, self.close, *self.dropped, *self.enders)
 
     def splitter(self, generation_prompt: str = "") -> TagSplitter:
         made = TagSplitter(self)
@@ -177,12 +179,13 @@ class TagSplitter:
         return True
 
     def _think(self, out: list[Segment]) -> bool:
-        at = self.held.find(self.format.close)
+        ends = (self.format.close, *self.format.enders)
+        at, found = _first(self.held, ends)
         if at >= 0:
             _put(out, "reasoning", self.held[:at].rstrip("\n"))
-            self.state, self.held = "after", self.held[at + len(self.format.close) :]
+            self.state, self.held = "after", self.held[at + (len(found) if found == self.format.close else 0) :]
             return True
-        body = self.held[: len(self.held) - partial_suffix(self.held, (self.format.close,))].rstrip("\n")
+        body = self.held[: len(self.held) - partial_suffix(self.held, ends)].rstrip("\n")
         _put(out, "reasoning", body)
         self.held = self.held[len(body) :]
         return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
 from itertools import product
@@ -19,7 +19,9 @@ import jinja2.sandbox
 import jinja2.utils
 
 from gnomon.chat.messages import ChatError, Habits, normalise, plain
-from gnomon.chat.reasoning import ReasoningFormat, Splitter, detect, partial_suffix, splitter
+from gnomon.chat.reasoning import ReasoningFormat, Splitter, TagFormat, detect, partial_suffix, splitter
+from gnomon.chat.tools import ToolFormat
+from gnomon.chat.tools import detect as detect_tools
 
 SWITCHES = ("enable_thinking", "thinking")
 """Names under which templates read whether to think; the first is also what requests call it."""
@@ -182,9 +184,17 @@ class ChatTemplate:
                 raise ChatError(
                     f"the model's chat template {name!r} doesn't compile: {e}", code="template_error"
                 ) from e
-        self.reasoning: ReasoningFormat | None = detect(
-            "\n".join(self.sources.values()), lambda token: tokenizer.token_id(token) is not None
-        )
+        written = "\n".join(self.sources.values())
+
+        def has_token(token: str) -> bool:
+            return tokenizer.token_id(token) is not None
+
+        self.tools: ToolFormat | None = detect_tools(written, has_token)
+        """How the model writes tool calls."""
+        reasoning = detect(written, has_token)
+        if isinstance(reasoning, TagFormat) and self.tools is not None:
+            reasoning = replace(reasoning, enders=self.tools.ends_thinking)
+        self.reasoning: ReasoningFormat | None = reasoning
 
     @property
     def exists(self) -> bool:

@@ -85,7 +85,7 @@ class EventStream:
         if len(self._pending) >= self._capacity:
             self._overflowed = True
             self._pending.clear()
-            self._cancel()
+            self.cancel()
         else:
             self._pending.append(event)
         self._wake.set()
@@ -121,7 +121,8 @@ class EventStream:
             self._tracer.span(request_id, "delivery", sent)
         self._handed = 0
 
-    def _cancel(self) -> None:
+    def cancel(self) -> None:
+        """Stop what still runs; its events come until the last."""
         for request_id in tuple(self._open):
             self._engine.cancel(request_id)
 
@@ -130,7 +131,7 @@ class EventStream:
         if not self._closed:
             self._closed = True
             self._pending.clear()
-            self._cancel()
+            self.cancel()
             self._delivered()
             for request_id in self._traced:
                 self._tracer.end(request_id)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from gnomon.chat.reasoning import PlainSplitter, Segment, Splitter
+from gnomon.chat.tools import CallEvent, Content, Extractor, Malformed
+from gnomon.chat.tools import Event as ToolEvent
 from gnomon.engine.api import ChoiceFinished, Delta, Event, Failed, Finished, Request, TokenLogprob, Usage
 from gnomon.serve.bridge import EventStream
 from gnomon.serve.errors import APIError, from_failed
@@ -19,80 +21,165 @@ Outcome = Literal["completed", "failed", "cancelled"]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What is new of a choice. With a `finish` reason it is the choice's last."""
+    """What is new of a choice; reasoning comes before content and content before calls. With a `finish` reason it is the last."""
 
     index: int
     content: str = ""
     reasoning: str = ""
+    calls: tuple[CallEvent, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     finish: str | None = None
 
 
+Part = Segment | CallEvent
+"""What a choice's text is made of, in order."""
+
+
 @dataclass(slots=True)
 class Choice:
-    """One choice under way: its splitter, and log-probabilities whose text is still held back."""
+    """One choice under way: its splitter, its extractor of tool calls, and log-probabilities whose text is still held back."""
 
     index: int
     splitter: Splitter
+    extractor: Extractor | None = None
     held: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
     reasoning_tokens: int = 0
+    malformed: list[str] = field(default_factory=list[str])
+    """Why text that looked like a tool call is none."""
+    ended: bool = False
 
-    def feed(self, event: Delta) -> Piece | None:
-        """The piece an event makes, or None when all of it is held back.
+    @property
+    def calls(self) -> int:
+        return 0 if self.extractor is None else self.extractor.complete
+
+    def feed(self, event: Delta) -> list[Piece]:
+        """The pieces an event makes; none when all of it is held back, or the choice has ended.
 
         Tokens count as reasoning from the block's opening to its closing marker.
         """
+        if self.ended:
+            return []
         thought = self.splitter.thinking
         segments = self.splitter.feed(event.text)
         if thought or self.splitter.thinking or any(one.kind == "reasoning" for one in segments):
             self.reasoning_tokens += len(event.ids)
         self.held += event.logprobs
-        return self._piece(segments, None) if segments else None
+        parts = self._parts(segments)
+        if self.extractor is not None and self.extractor.over:
+            self.ended = True
+            return self._pieces(parts, "tool_calls")
+        return self._pieces(parts, None) if parts else []
 
-    def finish(self, reason: str) -> Piece:
-        return self._piece(self.splitter.finish(), reason)
+    def finish(self, reason: str) -> list[Piece]:
+        if self.ended:
+            return []
+        self.ended = True
+        parts = self._parts(self.splitter.finish())
+        if self.extractor is not None:
+            parts += self._told(self.extractor.finish())
+        return self._pieces(parts, "tool_calls" if reason == "stop" and self.calls else reason)
 
-    def _piece(self, segments: Sequence[Segment], finish: str | None) -> Piece:
+    def _parts(self, segments: Sequence[Segment]) -> list[Part]:
+        parts: list[Part] = []
+        for one in segments:
+            if one.kind == "content" and self.extractor is not None:
+                parts += self._told(self.extractor.push(one.text))
+            else:
+                parts.append(one)
+        return parts
+
+    def _told(self, events: Sequence[ToolEvent]) -> list[Part]:
+        parts: list[Part] = []
+        for event in events:
+            if isinstance(event, Malformed):
+                self.malformed.append(event.reason)
+            parts.append(Segment("content", event.text) if isinstance(event, Content | Malformed) else event)
+        return parts
+
+    def _pieces(self, parts: Sequence[Part], finish: str | None) -> list[Piece]:
+        runs: list[list[Part]] = [[]]
+        for part in parts:
+            if runs[-1] and _rank(part) < _rank(runs[-1][-1]):
+                runs.append([])
+            runs[-1].append(part)
+        pieces = [
+            Piece(
+                self.index,
+                content=_text(run, "content"),
+                reasoning=_text(run, "reasoning"),
+                calls=tuple(part for part in run if not isinstance(part, Segment)),
+            )
+            for run in runs
+        ]
         logprobs, self.held = tuple(self.held), []
-        return Piece(
-            self.index,
-            content="".join(one.text for one in segments if one.kind == "content"),
-            reasoning="".join(one.text for one in segments if one.kind == "reasoning"),
-            logprobs=logprobs,
-            finish=finish,
-        )
+        pieces[0] = replace(pieces[0], logprobs=logprobs)
+        pieces[-1] = replace(pieces[-1], finish=finish)
+        return pieces
+
+
+def _rank(part: Part) -> int:
+    return 2 if not isinstance(part, Segment) else 1 if part.kind == "content" else 0
+
+
+def _text(parts: Sequence[Part], kind: str) -> str:
+    return "".join(part.text for part in parts if isinstance(part, Segment) and part.kind == kind)
 
 
 class Assembly:
     """Turns the engine's events into pieces. Choice j of the k-th request has the index k·n + j."""
 
-    def __init__(self, requests: Sequence[Request], splitter: Callable[[], Splitter] = PlainSplitter) -> None:
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        splitter: Callable[[], Splitter] = PlainSplitter,
+        extractor: Callable[[], Extractor] | None = None,
+    ) -> None:
         self.choices: dict[tuple[str, int], Choice] = {}
         for request in requests:
             for index in range(request.n):
-                self.choices[request.id, index] = Choice(len(self.choices), splitter())
+                made = None if extractor is None else extractor()
+                self.choices[request.id, index] = Choice(len(self.choices), splitter(), made)
         self.usages: list[Usage] = []
 
     @property
     def reasoning_tokens(self) -> int:
         return sum(choice.reasoning_tokens for choice in self.choices.values())
 
-    def feed(self, event: Event) -> Piece | None:
+    @property
+    def calls(self) -> int:
+        """Complete tool calls of all choices."""
+        return sum(choice.calls for choice in self.choices.values())
+
+    @property
+    def malformed(self) -> list[str]:
+        """Why texts that looked like tool calls are none."""
+        return [reason for choice in self.choices.values() for reason in choice.malformed]
+
+    @property
+    def ended(self) -> bool:
+        """Every choice has had its last piece, whatever the engine still makes of it."""
+        return all(choice.ended for choice in self.choices.values())
+
+    def feed(self, event: Event) -> list[Piece]:
         """Raises APIError when the event tells of a failure."""
         match event:
             case Delta():
                 return self.choices[event.request_id, event.index].feed(event)
-            case ChoiceFinished(reason="stop" | "length"):
-                return self.choices[event.request_id, event.index].finish(event.reason)
-            case ChoiceFinished(reason="cancelled"):
-                raise APIError(503, "the request was cancelled by the server", type="server_error", code="cancelled")
+            case ChoiceFinished():
+                choice = self.choices[event.request_id, event.index]
+                if event.reason in ("stop", "length"):
+                    return choice.finish(event.reason)
+                if event.reason == "cancelled" and not choice.ended:
+                    raise APIError(
+                        503, "the request was cancelled by the server", type="server_error", code="cancelled"
+                    )
             case Finished():
                 self.usages.append(event.usage)
             case Failed():
                 raise from_failed(event)
             case _:
                 pass
-        return None
+        return []
 
 
 class Generation:
@@ -105,11 +192,12 @@ class Generation:
         requests: Sequence[Request],
         prompt_field: str,
         splitter: Callable[[], Splitter] = PlainSplitter,
+        extractor: Callable[[], Extractor] | None = None,
     ) -> None:
         """Submits the requests. Raises APIError when the engine refuses them; `prompt_field` is what clients call the prompt."""
         self._services = services
         self._endpoint = endpoint
-        self._assembly = Assembly(requests, splitter)
+        self._assembly = Assembly(requests, splitter, extractor)
         try:
             self._stream = EventStream(services.engine, requests, tracer=services.tracer)
         except APIError as error:
@@ -133,6 +221,11 @@ class Generation:
     def reasoning_tokens(self) -> int:
         return self._assembly.reasoning_tokens
 
+    @property
+    def malformed(self) -> Sequence[str]:
+        """Why texts that looked like tool calls are content."""
+        return self._assembly.malformed
+
     async def pieces(self, silence: float | None = None) -> AsyncGenerator[list[Piece] | None]:
         """The pieces as they come, and None after every `silence` seconds without an event. Raises APIError on failure."""
         while not self._stream.ended:
@@ -142,12 +235,12 @@ class Generation:
                 failure: APIError | None = None
                 for event in events:
                     try:
-                        piece = self._assembly.feed(event)
+                        made += self._assembly.feed(event)
                     except APIError as error:
                         failure = error
                         break
-                    if piece is not None:
-                        made.append(piece)
+                if self._assembly.ended and not self._stream.ended:
+                    self._stream.cancel()
                 if made or not events:
                     yield made or None
                 if failure is not None:
@@ -162,6 +255,7 @@ class Generation:
         metrics, now = self._services.metrics, time.perf_counter()
         for usage in self.usages:
             metrics.usage(usage)
+        metrics.tool_calls(self._assembly.calls, len(self.malformed))
         started = self._stream.submitted_at
         first = self._stream.first_token_at or now
         metrics.latency(

@@ -79,6 +79,9 @@ class Metrics:
         self.prompt_tokens = Counter("gnomon_prompt_tokens", "prompt tokens of completed requests", registry=registry)
         self.cached_tokens = Counter("gnomon_cached_tokens", "of them reused from a cache", registry=registry)
         self.completion_tokens = Counter("gnomon_completion_tokens", "tokens generated", registry=registry)
+        self.calls = Counter(
+            "gnomon_tool_calls", "tool calls by outcome: complete or malformed", ("outcome",), registry=registry
+        )
         self.first_token = Histogram(
             "gnomon_first_token_seconds", "from submission to the first token", registry=registry, buckets=_SECONDS
         )
@@ -113,6 +116,10 @@ class Metrics:
         self.queued.observe(usage.queue_seconds)
         self.prefill.observe(usage.prefill_seconds)
         self.decode.observe(usage.decode_seconds)
+
+    def tool_calls(self, complete: int, malformed: int) -> None:
+        for outcome, count in (("complete", complete), ("malformed", malformed)):
+            self.calls.labels(outcome).inc(count)
 
     def latency(self, latency: Latency) -> None:
         self.first_token.observe(latency.first_token)

@@ -11,7 +11,8 @@ from gnomon.chat.tools.parameters import Arguments, ParameterValue
 from gnomon.chat.tools.reader import Reader, Steps, Unparseable
 
 CDATA, CDATA_END = "<![CDATA[", "]]>"
-PARAM, PARAM_END, FUNCTION_END = "<param ", "</param>", "</function>"
+FUNCTION, FUNCTION_END = "<function", "</function>"
+PARAM, PARAM_END = "<param ", "</param>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +20,7 @@ class MiniCPM(ToolFormat):
     """White space around a value is not part of it, unless in CDATA. Entities are not decoded: the template writes none."""
 
     def parse(self, r: Reader, calls: Calls) -> Steps[None]:
-        yield from r.expect(self.openers[0])
+        yield from r.expect(FUNCTION)
         name = calls.check((yield from attributes(r)).get("name", ""), literal=True)
         yield from r.space()
         if not (yield from r.first_of((PARAM, FUNCTION_END))):

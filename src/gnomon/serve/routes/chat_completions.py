@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass
-from typing import Annotated
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse
@@ -15,6 +15,16 @@ from starlette.responses import Response
 
 from gnomon.chat.messages import ChatError
 from gnomon.chat.reasoning import Splitter
+from gnomon.chat.tools import (
+    CallArguments,
+    CallEnd,
+    CallEvent,
+    CallStart,
+    Extractor,
+    ToolFormat,
+    Tools,
+    collected,
+)
 from gnomon.engine import api
 from gnomon.serve.body import parse, read_body, until_disconnect
 from gnomon.serve.errors import APIError, internal, invalid
@@ -23,7 +33,15 @@ from gnomon.serve.prepare import Job, tier
 from gnomon.serve.schema import json_body
 from gnomon.serve.services import FINGERPRINT, Services, services_of
 from gnomon.serve.sse import DONE, PING, EventSourceResponse, frame
-from gnomon.serve.wire.chat import ChatChunk, ChatCompletion, ChatDelta, ChatMessage, ChatRequest
+from gnomon.serve.wire.chat import (
+    CalledFunctionDelta,
+    ChatChunk,
+    ChatCompletion,
+    ChatDelta,
+    ChatMessage,
+    ChatRequest,
+    MadeCallDelta,
+)
 from gnomon.serve.wire.logprobs import ChatLogprobs, chat_logprobs
 from gnomon.serve.wire.messages import template_messages, template_tools
 from gnomon.serve.wire.usage import usage_body
@@ -31,7 +49,8 @@ from gnomon.serve.wire.usage import usage_body
 logger = logging.getLogger(__name__)
 router = APIRouter()
 
-TOOLS_WARNING = "tools are in the prompt, but calls are not parsed: a call the model makes is text in content"
+NO_FORMAT = "this model's way of writing tool calls is not known: a call it makes is text in content"
+MALFORMED = "a tool call could not be read and is text in content"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +59,7 @@ class ChatJob:
 
     job: Job
     splitter: Callable[[], Splitter]
+    extractor: Callable[[], Extractor] | None
     logprobs: bool
 
 
@@ -56,7 +76,8 @@ def prepare(body: bytes, services: Services, trace_id: str) -> ChatJob:
         kwargs = template.thinking_kwargs(
             request.chat_template_kwargs, request.reasoning_effort, services.sampling.thinking
         )
-        rendered = template.render(messages, template_tools(offered), **kwargs)
+        tools = template_tools(offered)
+        rendered = template.render(messages, tools, **kwargs)
     except ChatError as error:
         raise invalid(str(error), error.param, error.code) from error
     name = f"chatcmpl-{uuid.uuid4().hex}"
@@ -77,9 +98,24 @@ def prepare(body: bytes, services: Services, trace_id: str) -> ChatJob:
         stream=bool(request.stream),
         usage=request.wants_usage,
         tier=tier(services, request),
-        warnings=(TOOLS_WARNING,) if offered else (),
+        warnings=(NO_FORMAT,) if tools and template.tools is None else (),
     )
-    return ChatJob(job, lambda: template.splitter(rendered.generation_prompt), logprobs is not None)
+    return ChatJob(
+        job,
+        lambda: template.splitter(rendered.generation_prompt),
+        extractor_for(template.tools, tools, single=request.parallel_tool_calls is False),
+        logprobs is not None,
+    )
+
+
+def extractor_for(
+    format: ToolFormat | None, offered: Sequence[Mapping[str, Any]] | None, *, single: bool
+) -> Callable[[], Extractor] | None:
+    """Makes an extractor for each choice; None where nothing can be a call."""
+    if format is None or not offered:
+        return None
+    tools = Tools(offered)
+    return lambda: Extractor(format, tools, single=single)
 
 
 @router.post("/v1/chat/completions", response_model=ChatCompletion, openapi_extra=json_body(ChatRequest))
@@ -92,7 +128,7 @@ async def create(request: Request, services: Annotated[Services, Depends(service
 async def answer(body: bytes, services: Services, trace_id: str) -> Response:
     prepared = await services.preparation.run(lambda: prepare(body, services, trace_id))
     job = prepared.job
-    generation = Generation(services, "chat", job.requests, "messages", prepared.splitter)
+    generation = Generation(services, "chat", job.requests, "messages", prepared.splitter, prepared.extractor)
     if job.stream:
         return EventSourceResponse(
             frames(generation, prepared, services), generation.close, services.timing.write, job.headers()
@@ -101,6 +137,9 @@ async def answer(body: bytes, services: Services, trace_id: str) -> Response:
         completion = await complete(generation, prepared, services)
     finally:
         generation.close()
+    if generation.malformed:
+        logger.warning("%s: %s", job.id, MALFORMED)
+        job = replace(job, warnings=(*job.warnings, MALFORMED))
     return JSONResponse(completion, headers=job.headers(completion["usage"]["tier"]))
 
 
@@ -130,11 +169,14 @@ async def complete(generation: Generation, prepared: ChatJob, services: Services
 
 
 def _message(pieces: list[Piece]) -> ChatMessage:
-    message: ChatMessage = {
-        "role": "assistant",
-        "content": "".join(piece.content for piece in pieces),
-        "refusal": None,
-    }
+    content = "".join(piece.content for piece in pieces)
+    _, calls = collected(event for piece in pieces for event in piece.calls)
+    message: ChatMessage = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
+    if calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in calls
+        ]
     reasoning = "".join(piece.reasoning for piece in pieces)
     if reasoning:
         message["reasoning_content"] = message["reasoning"] = reasoning
@@ -148,8 +190,10 @@ def _logprobs(prepared: ChatJob, pieces: list[Piece]) -> ChatLogprobs | None:
 async def frames(generation: Generation, prepared: ChatJob, services: Services) -> AsyncGenerator[bytes]:
     """The answer as server-sent events; a failure becomes the last of them."""
     try:
+        # Whether there will be content isn't known where there may be calls only.
+        nothing = None if prepared.extractor else ""
         for index in range(generation.choices):
-            yield frame(_chunk(prepared, services, index, {"role": "assistant", "content": "", "refusal": None}))
+            yield frame(_chunk(prepared, services, index, {"role": "assistant", "content": nothing, "refusal": None}))
         async for pieces in generation.pieces(services.timing.keep_alive):
             if pieces is None:
                 yield PING
@@ -159,6 +203,8 @@ async def frames(generation: Generation, prepared: ChatJob, services: Services) 
             last = _chunk(prepared, services, None, {})
             last["usage"] = usage_body(generation.usages, prepared.job.tier, generation.reasoning_tokens)
             yield frame(last)
+        if generation.malformed:
+            logger.warning("%s: %s", prepared.job.id, MALFORMED)
         yield DONE
     except APIError as error:
         yield frame(error.body)
@@ -168,18 +214,34 @@ async def frames(generation: Generation, prepared: ChatJob, services: Services) 
 
 
 def _chunks(prepared: ChatJob, services: Services, piece: Piece) -> list[ChatChunk]:
-    """Reasoning and content go apart, reasoning first; log-probabilities with the first; the finish alone, as OpenAI sends it."""
+    """Reasoning, content and each part of a call go apart; log-probabilities with the first; the finish alone, as OpenAI sends it."""
     deltas: list[ChatDelta] = []
     if piece.reasoning:
         deltas.append({"reasoning_content": piece.reasoning, "reasoning": piece.reasoning})
-    if piece.content or (piece.logprobs and not deltas):
+    if piece.content:
         deltas.append({"content": piece.content})
+    for event in piece.calls:
+        if (call := _call(event)) is not None:
+            deltas.append({"tool_calls": [call]})
+    if piece.logprobs and not deltas:
+        deltas.append({"content": ""})
     chunks = [_chunk(prepared, services, piece.index, delta) for delta in deltas]
     if chunks and prepared.logprobs:
         chunks[0]["choices"][0]["logprobs"] = chat_logprobs(piece.logprobs)
     if piece.finish is not None:
         chunks.append(_chunk(prepared, services, piece.index, {}, piece.finish))
     return chunks
+
+
+def _call(event: CallEvent) -> MadeCallDelta | None:
+    match event:
+        case CallStart():
+            function: CalledFunctionDelta = {"name": event.name, "arguments": ""}
+            return {"index": event.index, "id": event.id, "type": "function", "function": function}
+        case CallArguments():
+            return {"index": event.index, "function": {"arguments": event.fragment}}
+        case CallEnd():
+            return None
 
 
 def _chunk(

@@ -30,6 +30,7 @@ class ChatRequest(SamplingFields):
     top_logprobs: int | None = None
     tools: list[Tool] | None = None
     tool_choice: ToolChoice = None
+    parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     functions: Any = None
@@ -84,12 +85,40 @@ class ChatRequest(SamplingFields):
                 raise invalid(f"{name} is not supported", name, "unsupported")
 
 
+class CalledFunction(TypedDict):
+    """`arguments` is the text of a JSON object; the model wrote it, so that it need not fit the tool's schema."""
+
+    name: str
+    arguments: str
+
+
+class MadeCall(TypedDict):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class CalledFunctionDelta(TypedDict):
+    name: NotRequired[str]
+    arguments: str
+
+
+class MadeCallDelta(TypedDict):
+    """The first of a call carries `id`, `type` and the function's name, the others more of its arguments."""
+
+    index: int
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: CalledFunctionDelta
+
+
 class ChatMessage(TypedDict):
-    """`reasoning` repeats `reasoning_content`: clients look for either."""
+    """`reasoning` repeats `reasoning_content`: clients look for either. `content` is null when there are only tool calls."""
 
     role: Literal["assistant"]
     content: str | None
     refusal: None
+    tool_calls: NotRequired[list[MadeCall]]
     reasoning_content: NotRequired[str]
     reasoning: NotRequired[str]
 
@@ -113,7 +142,8 @@ class ChatCompletion(TypedDict):
 
 class ChatDelta(TypedDict):
     role: NotRequired[Literal["assistant"]]
-    content: NotRequired[str]
+    content: NotRequired[str | None]
+    tool_calls: NotRequired[list[MadeCallDelta]]
     refusal: NotRequired[None]
     reasoning_content: NotRequired[str]
     reasoning: NotRequired[str]
