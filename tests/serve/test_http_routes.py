@@ -69,6 +69,8 @@ def test_root_names_every_endpoint(client: TestClient) -> None:
         "GET /v1/models/{model_id}",
         "POST /v1/chat/completions",
         "POST /v1/completions",
+        "POST /v1/messages",
+        "POST /v1/messages/count_tokens",
     ]
 
 

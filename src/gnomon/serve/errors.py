@@ -15,11 +15,21 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from gnomon.engine.api import EngineError, EngineUnavailable, Failed, InvalidRequest, QueueFull
-from gnomon.serve.wire.errors import ErrorBody
+from gnomon.serve.wire.errors import AnthropicErrorBody, ErrorBody
 
 SHOWN = 80
 """Characters of an offending value that a message repeats."""
 
+
+ANTHROPIC_PATHS = "/v1/messages"
+"""Errors of the routes that begin so have Anthropic's body."""
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+}
 
 ENDED = frozenset({"engine_stopped", "engine_failed"})
 """Codes of failures that are the engine's end and no fault of the request."""
@@ -50,8 +60,16 @@ class APIError(Exception):
     def body(self) -> ErrorBody:
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.body, self.status, self.headers)
+    @property
+    def anthropic_body(self) -> AnthropicErrorBody:
+        """The same as Anthropic's API says it."""
+        kind = "api_error" if self.status >= 500 else _ANTHROPIC_TYPES.get(self.status, "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
+
+    def response(self, path: str) -> JSONResponse:
+        """The response to a request for `path`, whose API decides on the body."""
+        body = self.anthropic_body if path.startswith(ANTHROPIC_PATHS) else self.body
+        return JSONResponse(body, self.status, self.headers)
 
 
 class ClientDisconnected(Exception):
@@ -161,11 +179,11 @@ def from_validation(error: ValidationError) -> APIError:
 def install(app: FastAPI) -> None:
     """Give the refusals of routes, unknown routes and wrong methods the error body."""
 
-    async def refused(_: Request, error: Exception) -> Response:
-        return cast("APIError", error).response()
+    async def refused(request: Request, error: Exception) -> Response:
+        return cast("APIError", error).response(request.url.path)
 
-    async def engine(_: Request, error: Exception) -> Response:
-        return from_engine(cast("EngineError", error)).response()
+    async def engine(request: Request, error: Exception) -> Response:
+        return from_engine(cast("EngineError", error)).response(request.url.path)
 
     async def gone(_: Request, __: Exception) -> Response:
         return Response(status_code=499)
@@ -180,7 +198,7 @@ def install(app: FastAPI) -> None:
             code = "method_not_allowed"
         else:
             message, code = str(error.detail or HTTPStatus(error.status_code).phrase), None
-        return APIError(error.status_code, message, code=code, headers=error.headers).response()
+        return APIError(error.status_code, message, code=code, headers=error.headers).response(request.url.path)
 
     app.add_exception_handler(APIError, refused)
     app.add_exception_handler(EngineError, engine)

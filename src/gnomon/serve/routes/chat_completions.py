@@ -65,7 +65,14 @@ class ChatJob:
 
 def prepare(body: bytes, services: Services, trace_id: str) -> ChatJob:
     """Parse, check, render and tokenise. Raises APIError 400 naming what can't be honoured."""
-    request = parse(ChatRequest, body)
+    return plan(parse(ChatRequest, body), services, trace_id, f"chatcmpl-{uuid.uuid4().hex}")
+
+
+def plan(request: ChatRequest, services: Services, trace_id: str, name: str) -> ChatJob:
+    """Check, render and tokenise a conversation, whichever route it came by; `name` is what its answer is called.
+
+    Raises APIError 400 naming what can't be honoured.
+    """
     request.refuse_unsupported()
     model = services.engine.model
     template = services.template
@@ -80,7 +87,6 @@ def prepare(body: bytes, services: Services, trace_id: str) -> ChatJob:
         rendered = template.render(messages, tools, **kwargs)
     except ChatError as error:
         raise invalid(str(error), error.param, error.code) from error
-    name = f"chatcmpl-{uuid.uuid4().hex}"
     engine_request = api.Request(
         id=name,
         prompt=tuple(rendered.ids),
@@ -220,9 +226,7 @@ def _chunks(prepared: ChatJob, services: Services, piece: Piece) -> list[ChatChu
         deltas.append({"reasoning_content": piece.reasoning, "reasoning": piece.reasoning})
     if piece.content:
         deltas.append({"content": piece.content})
-    for event in piece.calls:
-        if (call := _call(event)) is not None:
-            deltas.append({"tool_calls": [call]})
+    deltas.extend({"tool_calls": [call]} for event in piece.calls if (call := _call(event)) is not None)
     if piece.logprobs and not deltas:
         deltas.append({"content": ""})
     chunks = [_chunk(prepared, services, piece.index, delta) for delta in deltas]
