@@ -9,46 +9,17 @@ from typing import Any
 import anthropic
 import httpx
 import pytest
+from agent import CITIES
 from anthropic import Anthropic, AsyncAnthropic
 from anthropic.types import MessageParam, RawMessageStreamEvent, ToolParam
-from fake_engine import CALLING, KEY, MODEL, FakeEngine, Job, Live, eventually, live_server, named_events, prompts
+from fake_engine import KEY, MODEL, FakeEngine, Live, eventually, named_events, prompts
 from pydantic import TypeAdapter
-
-from gnomon.config import HTTPConfig
 
 TOOL: ToolParam = {
     "name": "weather",
     "description": "The weather in a city.",
     "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
 }
-CITIES = ("Paris", "Zürich")
-CALLS = "\n".join(
-    f'<tool_call>\n{{"name": "weather", "arguments": {{"city": "{city}"}}}}\n</tool_call>' for city in CITIES
-)
-
-
-def script(job: Job) -> None:
-    """What the prompt says decides on the answer."""
-    text = job.text
-    if "fail" in text:
-        job.delta("A")
-        job.fail("row 0 met a NaN")
-    elif "wait" in text:
-        job.delta("A")
-    elif "<tool>" in text:
-        job.say("Sunny in both.")
-    elif "<tools>" in text:
-        job.say(f"two cities</think>Let me see.\n{CALLS}" if text.endswith("<think>\n") else CALLS)
-    elif text.endswith("<think>\n"):
-        job.say("because</think>\n\nSo", "length")
-    else:
-        job.say("Héllo")
-
-
-@pytest.fixture(scope="module")
-def agent() -> Iterator[Live[FakeEngine]]:
-    with live_server(FakeEngine(script), template=CALLING, http=HTTPConfig(api_keys=(KEY,), body_limit=10_000)) as made:
-        yield made
 
 
 @pytest.fixture

@@ -16,14 +16,15 @@ from gnomon.serve.auth import HostDoor, KeyDoor, OriginDoor
 from gnomon.serve.limits import TRACE_HEADER, RequestFrame
 from gnomon.serve.metrics import Metrics
 from gnomon.serve.preparation import PreparationPool
-from gnomon.serve.routes import chat_completions, completions, health, messages, metrics, models, root, stats
+from gnomon.serve.routes import chat_completions, completions, health, messages, metrics, models, responses, root, stats
 from gnomon.serve.services import VERSION, Services, Timing, Vocabulary
 from gnomon.serve.wire.anthropic import MessagesRequest
 from gnomon.serve.wire.chat import ChatRequest
 from gnomon.serve.wire.completions import CompletionRequest
+from gnomon.serve.wire.responses import ResponsesRequest
 from gnomon.trace import OFF, Tracer
 
-ROUTES = (chat_completions, completions, messages, models, root, health, stats, metrics)
+ROUTES = (chat_completions, completions, messages, responses, models, root, health, stats, metrics)
 EXPOSED = ("x-request-id", "request-id", TRACE_HEADER, "x-gnomon-tier", "retry-after", "warning")
 
 
@@ -74,14 +75,14 @@ def create_app(
     for module in ROUTES:
         app.include_router(module.router)
     errors.install(app)
-    schema.install(app, (ChatRequest, CompletionRequest, MessagesRequest))
+    schema.install(app, (ChatRequest, CompletionRequest, MessagesRequest, ResponsesRequest))
     # The last added is the outermost.
     app.add_middleware(KeyDoor, keys=http.api_keys)
     if http.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=http.allowed_origins,
-            allow_methods=("GET", "POST"),
+            allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),
             expose_headers=EXPOSED,
         )

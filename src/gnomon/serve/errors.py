@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, cast
 
@@ -79,6 +80,20 @@ class ClientDisconnected(Exception):
 def invalid(message: str, param: str | None = None, code: str | None = None) -> APIError:
     """A request with a field that can't be honoured: 400."""
     return APIError(400, message, param=param, code=code)
+
+
+@contextlib.contextmanager
+def naming(names: Mapping[str, str]) -> Generator[None]:
+    """Have errors raised inside name the fields as `names` maps them, the first that fits."""
+    try:
+        yield
+    except APIError as error:
+        for chat, own in names.items():
+            if error.param is not None and error.param.startswith(chat):
+                error.param = own + error.param.removeprefix(chat)
+                error.message = error.message.replace(chat, own)
+                break
+        raise
 
 
 def too_many(message: str, retry_after: int, code: str = "queue_full") -> APIError:

@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
 from gnomon.serve.body import parse, read_body, until_disconnect
-from gnomon.serve.errors import APIError, internal
+from gnomon.serve.errors import APIError, internal, naming
 from gnomon.serve.generation import Generation
 from gnomon.serve.outline import Change, Closed, Grown, Opened, Outline, Part
 from gnomon.serve.routes.chat_completions import MALFORMED, ChatJob, plan
@@ -35,6 +35,11 @@ from gnomon.serve.wire.usage import weakest
 logger = logging.getLogger(__name__)
 router = APIRouter()
 
+CHAT_NAMES = {
+    "response_format.json_schema": "output_config.format",
+    "response_format": "output_config.format",
+}
+"""Fields of chat completions, and what this route calls them."""
 PING = event({"type": "ping"})
 
 
@@ -49,7 +54,9 @@ class MessageJob:
 def prepare(body: bytes, services: Services, trace_id: str) -> MessageJob:
     """Parse, check, render and tokenise. Raises APIError 400 naming what can't be honoured."""
     request = parse(MessagesRequest, body)
-    chat = plan(request.chat(services.engine.model.id), services, trace_id, f"msg_{secrets.token_hex(12)}")
+    asked = request.chat(services.engine.model.id)
+    with naming(CHAT_NAMES):
+        chat = plan(asked, services, trace_id, f"msg_{secrets.token_hex(12)}")
     job = replace(chat.job, warnings=(*chat.job.warnings, *request.warnings()))
     return MessageJob(replace(chat, job=job), request.hides_thinking)
 
