@@ -26,6 +26,7 @@ from gnomon.engine.engine import Engine
 from gnomon.engine.heart import Heart
 from gnomon.engine.mailbox import Cancel, Mailbox, Submit
 from gnomon.engine.row import Job, ProposerFactory
+from gnomon.grammar import Compiler, Vocabulary
 from gnomon.models.bindings import bind
 from gnomon.models.load import LoadedModel
 
@@ -57,6 +58,11 @@ def tiny_tokenizer() -> Tokenizer:
         settings = {"eos_token": tiny_models.EOS, "chat_template": tiny_models.CHAT_TEMPLATE}
         Path(directory, "tokenizer_config.json").write_text(json.dumps(settings))
         return Tokenizer.load(directory)
+
+
+@cache
+def tiny_compiler() -> Compiler:
+    return Compiler(Vocabulary(tiny_tokenizer(), {EOS_ID}))
 
 
 def tiny_loaded(model_type: str = "llama", dtype: str = "float32", model: nn.Module | None = None) -> LoadedModel:
@@ -133,7 +139,8 @@ class Rig:
         events = self.events[request.id] = []
         limit = admission.token_limit(request, model, None)
         sampling = request.sampling
-        job = Job(request, events.append, limit, seed if sampling.seed is None else sampling.seed)
+        grammar = None if request.constraint is None else tiny_compiler().compile(request.constraint)
+        job = Job(request, events.append, limit, seed if sampling.seed is None else sampling.seed, grammar)
         self.mailbox.post(Submit(job))
         return job
 

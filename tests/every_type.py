@@ -92,6 +92,7 @@ WANTED: dict[str, dict[str, Any]] = {
         "index_topk_blocks": 3, "layer_types": ["sparse"] * 4,
     },
     "ministral3": {"rope_parameters": {**_ROPE, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 128}},
+    "mistral4": {"rope_parameters": {**_ROPE, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 128}},
     "nemotron-nas": {"block_configs": [{"attention": {"n_heads_in_group": 2}, "ffn": {"ffn_mult": 1.5}}] * 4},
     "olmo_hybrid": {
         "linear_allow_neg_eigval": True, "layer_types": ["linear_attention", "full_attention"] * 2, "num_key_value_heads": 4,
@@ -100,9 +101,13 @@ WANTED: dict[str, dict[str, Any]] = {
         "num_transformer_layers": 3, "model_dim": 64, "ffn_dim_divisor": 16, "num_query_heads": [4] * 3, "num_kv_heads": [2] * 3,
         "ffn_multipliers": [1.5] * 3,
     },
+    "phixtral": {"num_vocab": 320, "model_dim": 64, "num_layers": 2},
+    "plamo": {"n_shared_head": 2},
+    "qwen": {"kv_channels": 16},
     "recurrent_gemma": {"conv1d_width": 4, "logits_soft_cap": 30.0, "num_hidden_layers": 4, "num_key_value_heads": 1},
     "spark2_5": {"rope_parameters": _BY_LAYER_TYPE, "hidden_act": "gelu"},
     "stablelm": {"use_qkv_bias": True},
+    "step3p5": {"moe_top_k": 2},
 }  # fmt: skip
 
 NESTED = (

@@ -57,6 +57,7 @@ class EngineConfig:
     )
     early_first_token: bool = option(True, "deliver the first token before the next step is built")
     pipeline: bool = option(True, "read tokens back one step behind whenever no row needs its token sooner")
+    grammar: bool = option(True, "enforce structured output; off: only ask the model for it, with a warning")
     context_limit: int | None = option(
         None,
         "most tokens of prompt and answer together, below the model's own limit",

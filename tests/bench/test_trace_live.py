@@ -75,6 +75,7 @@ def test_phases_of_one_request(engine: Engine, sink: Keep) -> None:
     trace = sink.wait("t-a")
     check(trace)
     assert [span.attributes["tokens"] for span in trace.spans if span.phase == "prefill"] == [16, 16, 7]
+    assert all(int(span.attributes["peakBytes"]) > 0 for span in trace.spans if span.phase == "prefill")
     assert trace.phases["queue"].count == trace.phases["first_token"].count == 1
     assert trace.phases["step"].count in (12, 13)
     assert (trace.outcome, trace.attributes["completionTokens"], trace.attributes["lane"]) == ("finished", 12, "serial")

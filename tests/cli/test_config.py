@@ -74,6 +74,7 @@ def test_flags(argv, group, name, value, origin):
         ({"GNOMON_RD_PREFILL_CHUNK": "512"}, "engine", "prefill_chunk", 512),
         ({"GNOMON_PREFILL_CHUNK": "256", "GNOMON_RD_PREFILL_CHUNK": "512"}, "engine", "prefill_chunk", 256),
         ({"GNOMON_EARLY_FIRST_TOKEN": "0"}, "engine", "early_first_token", False),
+        ({"GNOMON_GRAMMAR": "0"}, "engine", "grammar", False),
         ({"GNOMON_SHUTDOWN_TIMEOUT_MS": "1500"}, "http", "shutdown_timeout_ms", 1500),
         ({"GNOMON_API_KEY": "a, b,"}, "http", "api_keys", ("a", "b")),
         ({"GNOMON_CACHE": "/tmp/x"}, "paths", "cache", Path("/tmp/x")),

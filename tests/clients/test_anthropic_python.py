@@ -13,7 +13,7 @@ from agent import CITIES
 from anthropic import Anthropic, AsyncAnthropic
 from anthropic.types import MessageParam, RawMessageStreamEvent, ToolParam
 from fake_engine import KEY, MODEL, FakeEngine, Live, eventually, named_events, prompts
-from pydantic import TypeAdapter
+from pydantic import BaseModel, TypeAdapter
 
 TOOL: ToolParam = {
     "name": "weather",
@@ -118,6 +118,16 @@ def test_the_whole_and_the_streamed_answer_are_the_same(client: Anthropic) -> No
         return content, message.stop_reason, message.usage.to_dict()
 
     assert told(whole) == told(streamed)
+
+
+class City(BaseModel):
+    name: str
+    population: int
+
+
+def test_an_answer_parsed_into_a_type(client: Anthropic) -> None:
+    made = client.messages.parse(model=MODEL, max_tokens=50, messages=ask("Hi"), output_format=City)
+    assert made.parsed_output == City(name="Paris", population=2)
 
 
 def test_errors(client: Anthropic, agent: Live[FakeEngine]) -> None:

@@ -14,7 +14,7 @@ from agent import CITIES
 from fake_engine import KEY, MODEL, FakeEngine, Live, eventually, named_events, prompts
 from openai import AsyncOpenAI, OpenAI
 from openai.types.responses import FunctionToolParam, Response, ResponseStreamEvent
-from pydantic import TypeAdapter
+from pydantic import BaseModel, TypeAdapter
 
 TOOL: FunctionToolParam = {
     "type": "function",
@@ -95,6 +95,16 @@ def test_tools_streamed_and_gone_on_from(client: OpenAI, agent: Live[FakeEngine]
     # What the server kept and what a client keeps by itself come to the same prompt.
     assert prompts(agent.engine)[-1] == prompts(agent.engine)[-2]
     assert '<assistant>Let me see.[weather {"city": "Paris"}]' in prompts(agent.engine)[-1]
+
+
+class City(BaseModel):
+    name: str
+    population: int
+
+
+def test_an_answer_parsed_into_a_type(client: OpenAI) -> None:
+    made = client.responses.parse(model=MODEL, input="Hi", text_format=City)
+    assert made.output_parsed == City(name="Paris", population=2)
 
 
 def test_what_is_kept(client: OpenAI) -> None:

@@ -1,11 +1,15 @@
 """The kernels under test, loaded once per process."""
 
+import os
 from functools import cache
 from types import ModuleType
 
 import pytest
 
 from gnomon.kernels import build
+
+SANITIZERS = {"": (), "address": ("-fsanitize=address", "-g", "-O1"), "thread": ("-fsanitize=thread", "-g", "-O1")}
+"""Flags by the value of GNOMON_TEST_SANITIZER, which scripts/sanitize_kernels.sh sets."""
 
 
 def all_isas() -> list[str]:
@@ -16,8 +20,9 @@ def all_isas() -> list[str]:
 @cache
 def load_kernels() -> ModuleType:
     """The native kernels with every instruction set that this CPU can run, built once into the user's cache."""
+    flags = SANITIZERS[os.environ.get("GNOMON_TEST_SANITIZER", "")]
     try:
-        return build.load(build.ensure(isas=all_isas()))
+        return build.load(build.ensure(isas=all_isas(), flags=flags))
     except build.BuildError as e:
         if "compiling" in str(e) or "fail" in str(e):
             raise

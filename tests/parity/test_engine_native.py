@@ -17,7 +17,7 @@ from kernels.built import load_kernels
 from tiny_models import VOCAB_SIZE, make
 
 Result = tuple[list[int], list[float]]
-MODELS = ("llama", "qwen3", "qwen3_moe", "gpt_oss")
+MODELS = ("llama", "qwen3", "qwen3_5", "qwen3_moe", "gpt_oss")
 
 
 @pytest.fixture

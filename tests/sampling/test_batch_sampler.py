@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -213,6 +215,8 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         (SamplingParams(logit_bias=((1, float("inf")),)), "logit_bias", "finite"),
         (SamplingParams(repetition_penalty=-0.5), "repetition_penalty", "at least 0"),
         (SamplingParams(temperature=float("inf")), "temperature", "finite"),
+        (SamplingParams(presence_penalty=float("nan")), "presence_penalty", "finite"),
+        (SamplingParams(frequency_penalty=float("-inf")), "frequency_penalty", "finite"),
         (SamplingParams(frequency_context_size=-1), "frequency_context_size", "at least 0"),
         (SamplingParams(top_k=-1), "top_k", "at least 0"),
     ],
@@ -241,3 +245,39 @@ def test_a_tiny_temperature_is_as_good_as_greedy(dtype: mx.Dtype, temperature: f
     assert (
         BatchSampler([RowSampling(SamplingParams(temperature=temperature), seed=0)]).draw(logits).tokens.item() == 777
     )
+
+
+HUGE = 1e308
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        (SamplingParams(logit_bias=((7, HUGE),)), {7: 0.0}),
+        (SamplingParams(logit_bias=((7, HUGE), (9, HUGE))), {7: 0.0, 9: 0.0}),  # ln 2 is below the spacing there
+        (SamplingParams(logit_bias=tuple((i, -HUGE) for i in range(VOCAB) if i != 5)), {5: 0.0}),
+        (SamplingParams(logit_bias=((3, HUGE),), presence_penalty=HUGE, presence_context_size=0), {}),
+        (SamplingParams(presence_penalty=HUGE, frequency_penalty=-HUGE), {}),
+        (SamplingParams(presence_penalty=-HUGE), {3: 0.0}),
+        (SamplingParams(frequency_penalty=-HUGE), {3: 0.0}),
+        (SamplingParams(repetition_penalty=HUGE), {}),
+        (SamplingParams(repetition_penalty=1 / HUGE), {3: 0.0}),
+    ],
+)
+def test_extreme_parameters_leave_a_distribution(
+    dtype: mx.Dtype, params: SamplingParams, expected: dict[int, float]
+) -> None:
+    """Values beyond the dtype act as its largest: neither NaN nor an infinite log-probability of what was drawn."""
+    wanted = dataclasses.replace(params, logprobs=20)
+    logits = mx.abs(logits_for(1, 1)).astype(dtype)[None] + 1
+    drawn = BatchSampler([RowSampling(wanted, seed=0, history=[3, 3, 3])]).draw(logits)
+    assert drawn.logprobs is not None
+    token = int(drawn.tokens.item())
+    score = drawn.logprobs.score(0)
+    assert score is not None
+    assert np.isfinite(score.logprob)
+    assert not np.isnan([logprob for _, logprob in score.top]).any()
+    if expected:
+        assert token in expected
+        assert score.logprob == pytest.approx(expected[token], abs=0.01)

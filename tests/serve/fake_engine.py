@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from fastapi import FastAPI
 
+from gnomon.chat.constraint import Constraint
 from gnomon.chat.template import ChatTemplate
 from gnomon.config import HTTPConfig, SamplingDefaults
 from gnomon.engine.api import (
@@ -33,6 +34,7 @@ from gnomon.engine.api import (
     Sink,
     TokenLogprob,
     TopLogprob,
+    Unenforceable,
     Usage,
 )
 from gnomon.serve.app import create_app
@@ -162,6 +164,9 @@ class FakeEngine:
         self.state = Health("ok")
         self.sections: dict[str, Any] = {"batch": {"configured": 8, "mode": "batch", "active_rows": 0}}
         self.submitted: list[Request] = []
+        self.compiled: list[Constraint] = []
+        self.gaps: Sequence[str] = ()
+        self.unenforceable: Unenforceable | None = None
         self.open: dict[str, Job] = {}
         self.stopped = threading.Event()
         self.draining = threading.Event()
@@ -181,6 +186,12 @@ class FakeEngine:
             self._taken.put(job)
         else:
             threading.Thread(target=self.script, args=(job,), daemon=True).start()
+
+    def compile(self, constraint: Constraint) -> Sequence[str]:
+        if self.unenforceable is not None:
+            raise self.unenforceable
+        self.compiled.append(constraint)
+        return self.gaps
 
     def take(self) -> Job:
         """The next request that was submitted."""

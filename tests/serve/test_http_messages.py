@@ -319,6 +319,19 @@ def test_counting_tokens_generates_nothing(client: TestClient, engine: FakeEngin
     assert counted == {"input_tokens": len(engine.submitted[0].prompt)}
 
 
+@pytest.mark.parametrize("field", ["output_config", "output_format"])
+def test_a_form_is_demanded(client: TestClient, engine: FakeEngine, field: str) -> None:
+    schema = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+    form: dict[str, Any] = {"type": "json_schema", "schema": schema}
+    message(client, **{field: {"format": form} if field == "output_config" else form})
+    demanded = engine.submitted[0].constraint
+    assert demanded is not None
+    assert (json.loads(demanded.source), demanded.strict) == (schema, True)
+    refused = client.post(MESSAGES, json=ask(output_config={"format": {**form, "schema": {"type": "objekt"}}}))
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"].startswith("output_config.format.schema.type is not valid")
+
+
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
 
 BAD: list[tuple[dict[str, Any], str]] = [

@@ -437,6 +437,32 @@ def test_bad_inputs(client: TestClient, engine: FakeEngine, fields: dict[str, An
     assert not engine.submitted
 
 
+SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+
+
+def test_a_form_is_demanded_as_of_a_chat_completion(client: TestClient, engine: FakeEngine) -> None:
+    form = {"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True}
+    body = respond(client, text={"format": form})
+    respond(client, text={"format": {"type": "json_object"}})
+    chat = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
+    for given in (chat, {"type": "json_object"}):
+        fields = {"messages": [{"role": "user", "content": "Hi"}], "response_format": given}
+        assert client.post("/v1/chat/completions", json=fields).status_code == 200
+    demanded = [request.constraint for request in engine.submitted]
+    assert demanded[0] is not None
+    assert demanded[0].strict
+    assert demanded[:2] == demanded[2:]
+    assert body["text"] == {"format": form}
+
+
+def test_a_form_that_makes_no_sense_is_named_as_here(client: TestClient, engine: FakeEngine) -> None:
+    form = {"type": "json_schema", "name": "x", "schema": {"type": "objekt"}}
+    error = client.post(RESPONSES, json={"input": "Hi", "text": {"format": form}}).json()["error"]
+    assert error["param"] == "text.format.schema.type"
+    assert error["message"].startswith("text.format.schema.type is not valid in a JSON schema")
+    assert not engine.submitted
+
+
 def test_a_conversation_the_template_refuses_names_the_input(engine: FakeEngine) -> None:
     template = "{{ raise_exception('roles must alternate') }}"
     with app_client(engine, template=template) as client:

@@ -1,7 +1,7 @@
 """How fast this machine can read memory and multiply, measured once and cached, and how near to that a measured rate came.
 
 On a CPU the limits are the machine's own (all cores, numpy and its BLAS), not those of MLX's stock CPU operations; on a GPU they are
-measured with MLX.
+measured with MLX. Bandwidth is measured as `fit` does.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -23,8 +22,6 @@ from gnomon.bench.environment import child_environment
 
 CACHE_FORMAT = 1
 REPEATS = 5
-CPU_BUFFER = 256 << 20
-GPU_BUFFER = 1 << 30
 CPU_SIDE = 2048
 GPU_SIDE = 8192
 
@@ -69,30 +66,19 @@ def _best(work: Callable[[], object]) -> float:
     return min(times)
 
 
-def _measure_cpu() -> tuple[float, float, str]:
+def _measure_cpu() -> tuple[float, str]:
     import numpy as np
 
-    cores = os.cpu_count() or 1
-    parts = [np.ones(CPU_BUFFER // 8 // cores, dtype=np.float64) for _ in range(cores)]
-    with ThreadPoolExecutor(cores) as pool:
-        # numpy lets other threads run meanwhile. A copy moves every byte twice; a sum only reads, but may be bound by its additions.
-        summing = _best(lambda: list(pool.map(np.sum, parts)))
-        targets = [np.empty_like(part) for part in parts]
-        copying = _best(lambda: list(pool.map(np.copyto, targets, parts)))
     a = np.ones((CPU_SIDE, CPU_SIDE), dtype=np.float32)
-    multiplying = _best(lambda: a @ a)
-    return sum(part.nbytes for part in parts) / min(summing, copying / 2), 2 * CPU_SIDE**3 / multiplying, "float32"
+    return 2 * CPU_SIDE**3 / _best(lambda: a @ a), "float32"
 
 
-def _measure_gpu() -> tuple[float, float, str]:
+def _measure_gpu() -> tuple[float, str]:
     import mlx.core as mx
 
-    x = mx.ones((GPU_BUFFER // 4,), dtype=mx.float32)
     a = mx.ones((GPU_SIDE, GPU_SIDE), dtype=mx.bfloat16)
-    mx.eval(x, a)
-    reading = _best(lambda: mx.eval(mx.sum(x)))
-    multiplying = _best(lambda: mx.eval(a @ a))
-    return x.nbytes / reading, 2 * GPU_SIDE**3 / multiplying, "bfloat16"
+    mx.eval(a)
+    return 2 * GPU_SIDE**3 / _best(lambda: mx.eval(a @ a)), "bfloat16"
 
 
 def measure() -> Roofline:
@@ -102,10 +88,12 @@ def measure() -> Roofline:
     from gnomon.bench.preflight import preflight
     from gnomon.bench.provenance import device, machine
     from gnomon.bench.store import now
+    from gnomon.models.machine import cpu_bandwidth, cuda_bandwidth
 
     quiet = preflight().verdict == "quiet"
     on_cpu = mx.default_device().type == mx.DeviceType.cpu
-    reading, operations, dtype = _measure_cpu() if on_cpu else _measure_gpu()
+    reading = 1e9 * (cpu_bandwidth() if on_cpu else cuda_bandwidth())
+    operations, dtype = _measure_cpu() if on_cpu else _measure_gpu()
     return Roofline(device(), machine(), metadata.version("mlx"), reading, operations, dtype, quiet, now().isoformat())
 
 

@@ -44,7 +44,6 @@ METRICS: dict[str, Unit] = {
     "total_seconds": Unit("s", "lower"),
     "ready_seconds": Unit("s", "lower"),
     "first_answer_seconds": Unit("s", "lower"),
-    "load_seconds": Unit("s", "lower"),
     "cleanup_seconds": Unit("s", "lower"),
     "resident_bytes": Unit("byte", "lower"),
     "peak_resident_bytes": Unit("byte", "lower"),
@@ -101,7 +100,6 @@ class Arm(Record):
     effective: dict[str, JsonValue] = {}
     command: tuple[str, ...] | None = None
     revision: str | None = None
-    diff_sha256: str | None = None
 
 
 class Sample(Record):
@@ -217,7 +215,7 @@ class Run(Record):
     """A whole run, complete or cut short. A `diagnostic` run (busy machine, quick mode) never counts as acceptance."""
 
     format: Literal[1] = FORMAT
-    kind: Literal["ab", "native", "serve", "model"]
+    kind: Literal["ab", "native", "serve"]
     id: str
     name: str
     created: datetime
@@ -232,7 +230,6 @@ class Run(Record):
     arms: tuple[Arm, ...] = ()
     samples: tuple[Sample, ...] = ()
     comparisons: tuple[Comparison, ...] = ()
-    report: dict[str, JsonValue] = {}
 
 
 def published_schema() -> dict[str, Any]:

@@ -8,19 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from pydantic import JsonValue
-
 from gnomon.bench.compare import compare
 from gnomon.bench.preflight import awake, preflight, require_quiet
 from gnomon.bench.provenance import provenance
 from gnomon.bench.runner import Interrupted, Plan, Runner
-from gnomon.bench.schema import Comparison, Preflight, Provenance, Run, Sample
+from gnomon.bench.schema import Preflight, Provenance, Run, Sample
 from gnomon.bench.store import Store, new_id, now
 from gnomon.bench.workload import Cell, Contender
 
 log = logging.getLogger(__name__)
 
-Kind = Literal["ab", "native", "serve", "model"]
+Kind = Literal["ab", "native", "serve"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +46,6 @@ class Session:
         argv: Sequence[str] = (),
         planned_blocks: int = 0,
         diagnostic: bool = False,
-        report: dict[str, JsonValue] | None = None,
     ) -> None:
         self._store = store
         self._samples: list[Sample] = []
@@ -62,7 +59,6 @@ class Session:
             diagnostic=diagnostic or state.verdict != "quiet",
             provenance=origin,
             preflight=state,
-            report=report or {},
         )
 
     def record(self, sample: Sample) -> None:
@@ -85,10 +81,6 @@ class Session:
             complete=interruption is None,
             finished=now(),
         )
-
-    def add_report(self, **values: JsonValue) -> Path:
-        """Add to the run's free-form report."""
-        return self._write(report={**self.run.report, **values})
 
     def _write(self, **changes: object) -> Path:
         self.run = self.run.model_copy(update=changes)
@@ -156,8 +148,3 @@ def paired_run(
     ]
     path = session.close(contenders, wanted, interruption)
     return session.run, path
-
-
-def primary(run: Run) -> list[Comparison]:
-    """The comparisons that decide."""
-    return [comparison for comparison in run.comparisons if comparison.primary]

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 Kind = Literal["reasoning", "content"]
+Stage = Literal["undecided", "thinking", "content"]
+"""What the next character of an answer belongs to. `undecided`: a marker may come first. `thinking` includes headers and tool calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,14 @@ class Splitter(Protocol):
     @property
     def thinking(self) -> bool:
         """Whether the next character would be reasoning."""
+        ...
+
+    @property
+    def stage(self) -> Stage: ...
+
+    @property
+    def ending(self) -> str:
+        """What would end the reasoning here if it were written next: the rest of the closing tag. Empty where no text can."""
         ...
 
     def feed(self, text: str) -> list[Segment]: ...
@@ -53,9 +63,34 @@ class ReasoningFormat(Protocol):
         """Whether the model reasons on every turn, however the prompt ends."""
         ...
 
+    @property
+    def openers(self) -> tuple[str, ...]:
+        """Markers that may come first where the stage is undecided."""
+        ...
+
+    @property
+    def direct(self) -> bool:
+        """Whether content may come without a marker there."""
+        ...
+
     def splitter(self, generation_prompt: str = "") -> Splitter:
         """A splitter for the text that follows `generation_prompt`, the part of the prompt the template wrote after the last message."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    """Where an answer starts: what an engine needs to know to tell on tokens where its content begins.
+
+    `generation_prompt` is what the template wrote to open the answer. `may_open` tells that the model may still open a block there.
+    """
+
+    format: ReasoningFormat
+    generation_prompt: str = ""
+    may_open: bool = True
+
+    def splitter(self) -> Splitter:
+        return self.format.splitter(self.generation_prompt)
 
 
 def partial_suffix(text: str, markers: Iterable[str]) -> int:
@@ -96,9 +131,15 @@ class TagFormat:
     always: bool = False
     enders: tuple[str, ...] = ()
 
+    direct = True
+
     @property
     def name(self) -> str:
         return self.open
+
+    @property
+    def openers(self) -> tuple[str, ...]:
+        return (self.open,)
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -127,6 +168,15 @@ class TagSplitter:
     @property
     def thinking(self) -> bool:
         return self.state in ("name", "lead", "think")
+
+    @property
+    def stage(self) -> Stage:
+        return "undecided" if self.state == "start" else "thinking" if self.thinking else "content"
+
+    @property
+    def ending(self) -> str:
+        close = self.format.close
+        return close[partial_suffix(self.held, (close,)) :]
 
     def feed(self, text: str) -> list[Segment]:
         self.held += text
@@ -232,6 +282,12 @@ class HarmonyFormat:
     name: str = "harmony"
     always: bool = True
 
+    direct = False
+
+    @property
+    def openers(self) -> tuple[str, ...]:
+        return (CHANNEL, START)
+
     @property
     def markers(self) -> tuple[str, ...]:
         return (START, CHANNEL, MESSAGE, END, RETURN, CALL)
@@ -258,9 +314,17 @@ class HarmonySplitter:
         self._said: dict[Kind, bool] = {"reasoning": False, "content": False}
         self._fresh = False
 
+    ending = ""
+
     @property
     def thinking(self) -> bool:
         return self.state == "body" and self.kind == "reasoning"
+
+    @property
+    def stage(self) -> Stage:
+        if self.state == "between":
+            return "undecided"
+        return "content" if self.state == "body" and self.kind == "content" and not self.call else "thinking"
 
     def feed(self, text: str) -> list[Segment]:
         self.held += text
@@ -330,6 +394,8 @@ class PlainSplitter:
     """For models that don't mark reasoning: all is content, literal tags included."""
 
     thinking = False
+    stage: Stage = "content"
+    ending = ""
 
     def feed(self, text: str) -> list[Segment]:
         return [Segment("content", text)] if text else []

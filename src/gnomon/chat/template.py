@@ -19,7 +19,7 @@ import jinja2.sandbox
 import jinja2.utils
 
 from gnomon.chat.messages import ChatError, Habits, normalise, plain
-from gnomon.chat.reasoning import ReasoningFormat, Splitter, TagFormat, detect, partial_suffix, splitter
+from gnomon.chat.reasoning import ReasoningFormat, Splitter, TagFormat, Thinking, detect, partial_suffix, splitter
 from gnomon.chat.tools import ToolFormat
 from gnomon.chat.tools import detect as detect_tools
 
@@ -327,6 +327,12 @@ class ChatTemplate:
     def splitter(self, generation_prompt: str) -> Splitter:
         """A splitter of reasoning and content for the answer to a rendered prompt."""
         return splitter(self.reasoning, generation_prompt)
+
+    def thinking(self, rendered: Rendered) -> Thinking | None:
+        """Where the answer to a rendered prompt starts; None for a model that marks no reasoning."""
+        if self.reasoning is None:
+            return None
+        return Thinking(self.reasoning, rendered.generation_prompt, rendered.thinking or self.switch is None)
 
     def _thinks(self, kwargs: Mapping[str, Any], opened: bool) -> bool:
         if self.switch is not None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from gnomon.chat.constraint import Constraint
 from gnomon.engine.api import ChoiceFinished, Delta, Engine, Event, Health, ModelInfo, Request, Sink
 
 log = logging.getLogger("gnomon.prompts")
@@ -46,6 +47,9 @@ class PromptLog:
             self._tokenizer.decode(request.prompt, hide=False),
             extra=about,
         )
+
+    def compile(self, constraint: Constraint) -> Sequence[str]:
+        return self._engine.compile(constraint)
 
     def cancel(self, request_id: str) -> None:
         self._engine.cancel(request_id)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
+
+from gnomon.chat.constraint import Constraint
+from gnomon.chat.reasoning import Thinking
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 HLGPivot = Literal["top", "entropy", "median"]
@@ -54,7 +57,10 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt and how to continue it. `n` choices share one prefill and are cancelled and accounted for as one unit."""
+    """One prompt and how to continue it. `n` choices share one prefill and are cancelled and accounted for as one unit.
+
+    A `constraint` holds from where the answer's content begins, which `thinking` tells of models that think first.
+    """
 
     id: str
     prompt: tuple[int, ...]
@@ -64,6 +70,8 @@ class Request:
     ignore_eos: bool = False
     n: int = 1
     trace_id: str | None = None
+    constraint: Constraint | None = None
+    thinking: Thinking | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +185,10 @@ class InvalidRequest(EngineError):
         self.code = code
 
 
+class Unenforceable(InvalidRequest):
+    """A constraint the engine can't enforce. `code` is `grammar_off` when it was told to enforce none."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
     """What is served. Sizes are in tokens or bytes."""
@@ -212,6 +224,10 @@ class Engine(Protocol):
 
     def submit(self, request: Request, sink: Sink) -> None:
         """Queue a request; its events reach `sink`, ending with `Finished` or `Failed`. Raises an `EngineError`."""
+        ...
+
+    def compile(self, constraint: Constraint) -> Sequence[str]:
+        """Make ready to enforce a constraint, on the caller's thread; what of it would not be enforced. Raises `Unenforceable`."""
         ...
 
     def cancel(self, request_id: str) -> None:

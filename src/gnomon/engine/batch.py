@@ -8,6 +8,7 @@ import mlx.core as mx
 
 from gnomon.engine.row import Row
 from gnomon.engine.sampling import BatchSampler
+from gnomon.grammar import GrammarFailed, Words
 from gnomon.state.batch_state import BatchState
 
 
@@ -30,6 +31,21 @@ class Batch:
     @property
     def has_proposers(self) -> bool:
         return any(row.proposer is not None for row in self.rows)
+
+    @property
+    def has_constraints(self) -> bool:
+        return any(row.constraint is not None for row in self.rows)
+
+    def allowed(self) -> dict[int, Words]:
+        """What each constrained row may draw next, by its place. A row whose grammar gives up fails with its request."""
+        found: dict[int, Words] = {}
+        for b, row in enumerate(self.rows):
+            if row.constraint is not None and row.open:
+                try:
+                    found[b] = row.constraint.allowed()
+                except GrammarFailed as error:
+                    row.job.fail(error, "grammar_failed")
+        return found
 
     def join(self, rows: Sequence[Row], state: BatchState, pending: mx.array | None = None) -> None:
         """Add rows with their states. `pending` [n, 1] defaults to each row's last known token. Takes `state` over."""

@@ -145,8 +145,9 @@ class Core:
             if not any(job.open for job in jobs):
                 self.runner.probe()
             return
-        if tokens:
-            self.trace(jobs, "prefill", begun, tokens=tokens)
+        if tokens and self.tracer.enabled:
+            memory = {"activeBytes": mx.get_active_memory(), "peakBytes": mx.get_peak_memory()}
+            self.trace(jobs, "prefill", begun, tokens=tokens, **memory)
         for job in jobs:
             try:
                 job.tell_progress(min(prefill.done, len(job.prompt) - 1))

@@ -60,6 +60,9 @@ class Counters:
     prefill_chunks: int = 0
     proposed_tokens: int = 0
     accepted_tokens: int = 0
+    masks: int = 0
+    mask_seconds: float = 0.0
+    """Host time spent on finding what constrained rows may draw."""
     prefill: Rate = field(default_factory=Rate)
     decode: Rate = field(default_factory=Rate)
     step_buckets: list[int] = field(default_factory=lambda: [0] * (len(STEP_BUCKETS) + 1))

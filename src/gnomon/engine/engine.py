@@ -12,6 +12,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+from gnomon.chat.constraint import Constraint
 from gnomon.chat.tokenizer import Tokenizer
 from gnomon.config import EngineConfig, KernelConfig
 from gnomon.engine import admission, stats
@@ -27,6 +28,7 @@ from gnomon.engine.api import (
     Request,
     SamplingParams,
     Sink,
+    Unenforceable,
 )
 from gnomon.engine.budget import Budget, allocator_limits, budget_for
 from gnomon.engine.completion import Completion, collect
@@ -37,6 +39,8 @@ from gnomon.engine.mailbox import Cancel, Mailbox, Stop, Submit
 from gnomon.engine.row import Job, ProposerFactory
 from gnomon.engine.runner import DeviceFailed
 from gnomon.engine.sampling import fresh_seed
+from gnomon.grammar import Compiled, Compiler, Vocabulary
+from gnomon.grammar import Unenforceable as NoGrammar
 from gnomon.kernels import native
 from gnomon.kernels.native import Kernels
 from gnomon.models.load import LoadedModel
@@ -94,6 +98,7 @@ class Engine:
         self._model: ModelInfo | None = None
         self._core: Core | None = None
         self._budget: Budget | None = None
+        self._compiler: Compiler | None = None
         self._error: Exception | None = None
         self._loaded = threading.Event()
         self._draining = False
@@ -132,7 +137,8 @@ class Engine:
         in_memory = budget.max_context(max(1, request.n)) if budget is not None else None
         limit = admission.token_limit(request, model, self.config.context_limit, in_memory)
         seed = request.sampling.seed
-        job = Job(request, sink, limit, fresh_seed() if seed is None else seed)
+        grammar = None if request.constraint is None else self._grammar(request.constraint)
+        job = Job(request, sink, limit, fresh_seed() if seed is None else seed, grammar)
         with self._lock:
             self._refuse_if_closed()
             if request.id in self._open:
@@ -143,6 +149,27 @@ class Engine:
             self._counters.submitted_rows += request.n
             self._tracer.begin(request.id, request.trace_id, at=job.submitted)
             self._mailbox.post(Submit(job))
+
+    def compile(self, constraint: Constraint) -> Sequence[str]:
+        """Make ready to enforce a constraint, on the caller's thread, so that `submit` finds it done. What of it would not be enforced.
+
+        Raises `Unenforceable`.
+        """
+        return self._grammar(constraint).gaps
+
+    def _grammar(self, constraint: Constraint) -> Compiled:
+        if not self.config.grammar:
+            raise Unenforceable("grammars are switched off", constraint.param, "grammar_off")
+        try:
+            with self._lock:
+                if self._compiler is None:
+                    eos = {*self.model.eos_token_ids, *self.tokenizer.eos_ids}
+                    self._compiler = Compiler(Vocabulary(self.tokenizer, eos))
+            return self._compiler.compile(constraint)
+        except NoGrammar as error:
+            raise Unenforceable(
+                f"{constraint.param} can't be enforced: {error}", constraint.param, "unsupported"
+            ) from error
 
     def cancel(self, request_id: str) -> None:
         """Stop a request at the next chunk or step; its sink still gets its last event. Unknown ids are ignored."""
@@ -174,6 +201,7 @@ class Engine:
         stop: Sequence[str] = (),
         n: int = 1,
         ignore_eos: bool = False,
+        constraint: Constraint | None = None,
     ) -> Completion:
         """Continue a prompt and wait for the end.
 
@@ -191,6 +219,7 @@ class Engine:
             stop=tuple(stop),
             ignore_eos=ignore_eos,
             n=n,
+            constraint=constraint,
         )
         return collect(self.stream(request), n)
 

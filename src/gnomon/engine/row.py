@@ -19,8 +19,10 @@ from gnomon.engine.api import (
     Sink,
     Usage,
 )
+from gnomon.engine.constrained import RowConstraint
 from gnomon.engine.output import TextOutput, token_logprob
 from gnomon.engine.sampling import RowSampling, Score
+from gnomon.grammar import Compiled
 from gnomon.propose import Proposer
 
 log = logging.getLogger(__name__)
@@ -32,11 +34,12 @@ ProposerFactory = Callable[[Request, int], Proposer | None]
 class Job:
     """One request: its choices share a prompt, a prefill and an end. `limit` is the most tokens a choice may get."""
 
-    def __init__(self, request: Request, sink: Sink, limit: int, seed: int) -> None:
+    def __init__(self, request: Request, sink: Sink, limit: int, seed: int, grammar: Compiled | None = None) -> None:
         self.request = request
         self.sink = sink
         self.limit = limit
         self.seed = seed
+        self.grammar = grammar
         self.rows: list[Row] = []
         """Choices begun so far, closed ones included."""
         self.open = True
@@ -66,8 +69,12 @@ class Job:
         """The next choice. Raises what making its text output or proposer raises."""
         request, index = self.request, len(self.rows)
         output = TextOutput(tokenizer, request.stop, () if request.ignore_eos else eos_ids)
-        proposer = make_proposer(request, index) if make_proposer is not None else None
-        row = Row(self, index, tokenizer, output, proposer, exempt=(*eos_ids, *tokenizer.newline_ids))
+        constraint = None
+        if self.grammar is not None:
+            constraint = RowConstraint(self.grammar.start(), tokenizer, request.thinking)
+        # A constrained row takes no proposals: its mask is known one token at a time.
+        proposer = make_proposer(request, index) if make_proposer is not None and constraint is None else None
+        row = Row(self, index, tokenizer, output, proposer, (*eos_ids, *tokenizer.newline_ids), constraint)
         self.rows.append(row)
         return row
 
@@ -134,7 +141,7 @@ class Job:
 class Row:
     """One choice of a request. `tokens` are those read back, their text delivered or held back."""
 
-    __slots__ = ("_tokenizer", "exempt", "index", "job", "left", "open", "output", "proposer", "tokens")
+    __slots__ = ("_tokenizer", "constraint", "exempt", "index", "job", "left", "open", "output", "proposer", "tokens")
 
     def __init__(
         self,
@@ -144,12 +151,14 @@ class Row:
         output: TextOutput,
         proposer: Proposer | None = None,
         exempt: tuple[int, ...] = (),
+        constraint: RowConstraint | None = None,
     ) -> None:
         self.job = job
         self.index = index
         self.output = output
         self.proposer = proposer
         self.exempt = exempt
+        self.constraint = constraint
         self.tokens: list[int] = []
         self.left = job.limit
         """Tokens the row may still get."""
@@ -187,9 +196,11 @@ class Row:
     def take(self, token: int, score: Score | None = None) -> None:
         """Deliver a token that was read back. It may close the row, and with its last row the request.
 
-        Raises what the output or the sink raises.
+        Raises what the constraint, the output or the sink raises.
         """
-        job, output = self.job, self.output
+        job, output, constraint = self.job, self.output, self.constraint
+        if constraint is not None:
+            constraint.advance(token)
         self.tokens.append(token)
         self.left -= 1
         job.num_generated += 1
@@ -202,11 +213,12 @@ class Row:
             job.sink(Delta(job.request.id, self.index, piece.text, piece.ids, piece.logprobs))
         if output.finished:
             self._close("stop")
-        elif not self.left:
+        elif not self.left or (constraint is not None and constraint.finished):
             if last := self.flush():
                 job.sink(last)
             # A stop string may lie in what was still held back.
-            self._close("stop" if output.ended else "length")
+            whole = constraint is not None and constraint.finished
+            self._close("stop" if output.ended or whole else "length")
 
     def flush(self) -> Delta | None:
         """End the text: what was held back."""

@@ -77,5 +77,10 @@ def snapshot(
             "accepted": c.accepted_tokens,
             "acceptance": c.accepted_tokens / c.proposed_tokens if c.proposed_tokens else None,
         },
+        "grammar": {
+            "enabled": config.grammar,
+            "masks": c.masks,
+            "mask_seconds": c.mask_seconds,
+        },
         "memory": dict(c.memory),
     }

@@ -10,10 +10,14 @@
 Without proposals nothing has to be known before the next forward, so the read-back runs one step behind:
 
     build n+1 from the lazy tokens of n   ->   start it   ->   read and deliver n
+
+A row with a constraint needs its token before its next draw: then the read-back comes first, and the host finds what may come
+next while the device computes the forward.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -26,6 +30,7 @@ from gnomon.engine.batch import Batch
 from gnomon.engine.counters import Counters
 from gnomon.engine.row import Row
 from gnomon.engine.sampling import BatchSampler, Drawn
+from gnomon.grammar import Words
 from gnomon.kernels import dispatch
 
 MAX_PROPOSALS = 16
@@ -64,7 +69,7 @@ class Stepper:
     def step(self) -> bool:
         """Advance every row, delivering what was read back. False if nothing was left to advance."""
         batch = self.batch
-        if batch.has_proposers or self._all_end_in_flight():
+        if batch.has_proposers or batch.has_constraints or self._all_end_in_flight():
             self.land()
         batch.drop_closed()
         drafts = self._propose() if batch.has_proposers else []
@@ -97,16 +102,17 @@ class Stepper:
             state.begin(1)
             logits = self.model(batch.pending, cache=state.caches)
             state.commit()
+        allowed = self._allowed(logits)
         try:
             with dispatch.step():
-                drawn = batch.sampler.draw(logits)
+                drawn = batch.sampler.draw(logits, allowed=allowed)
             batch.sampler.commit(drawn.tokens, [1] * len(batch.rows))
         except Exception as error:  # noqa: BLE001  (whatever a row's processors raise is that row's own failure)
-            logits = self._weed(logits, error)
+            logits, allowed = self._weed(logits, allowed, error)
             if not batch.rows:
                 return
             with dispatch.step():
-                drawn = batch.sampler.draw(logits)
+                drawn = batch.sampler.draw(logits, allowed=allowed)
             batch.sampler.commit(drawn.tokens, [1] * len(batch.rows))
         mx.async_eval(drawn.arrays(), batch.sampler.arrays())
         before, self.flight = self.flight, Flight(batch.rows, drawn)
@@ -117,8 +123,23 @@ class Stepper:
             self.land()
         batch.has_fresh = False
 
-    def _weed(self, logits: mx.array, error: Exception) -> mx.array:
-        """Fail the rows whose draw raises on its own; the others' logits. Raises `error` when no row alone is to blame."""
+    def _allowed(self, logits: mx.array) -> dict[int, Words]:
+        """What constrained rows may draw at the first position, found while the device computes the logits."""
+        batch, counters = self.batch, self.counters
+        if not batch.has_constraints:
+            return {}
+        mx.async_eval(logits)
+        begun = time.perf_counter()
+        allowed = batch.allowed()
+        counters.masks += len(allowed)
+        counters.mask_seconds += time.perf_counter() - begun
+        return allowed
+
+    def _weed(self, logits: mx.array, allowed: dict[int, Words], error: Exception) -> tuple[mx.array, dict[int, Words]]:
+        """Fail the rows whose draw raises on its own; the others' logits and what they may draw.
+
+        Raises `error` when no row alone is to blame.
+        """
         batch = self.batch
         self.land()
         alive: list[int] = []
@@ -129,7 +150,8 @@ class Stepper:
             sampler = BatchSampler()
             try:
                 sampler.join([row.sampling()])
-                sampler.commit(sampler.draw(logits[b : b + 1]).tokens, [1])
+                own_words = {0: allowed[b]} if b in allowed else None
+                sampler.commit(sampler.draw(logits[b : b + 1], allowed=own_words).tokens, [1])
             except Exception as own:  # noqa: BLE001  (see above)
                 row.job.fail(own, "sampling_error")
                 num_failed += 1
@@ -140,7 +162,8 @@ class Stepper:
         alive = [b for b in alive if batch.rows[b].open]
         batch.keep(alive)
         batch.resample()
-        return logits[mx.array(alive)] if alive else logits
+        left = {place: allowed[b] for place, b in enumerate(alive) if b in allowed}
+        return (logits[mx.array(alive)] if alive else logits), left
 
     def _propose(self) -> list[Sequence[int]]:
         """Each row's guesses, in the batch's order, after the rows whose proposer raised were failed and dropped."""
@@ -171,8 +194,10 @@ class Stepper:
             state.begin(width, counts)
             logits = self.model(tokens, cache=state.caches)
             state.commit()
+        # Constrained rows have no drafts: only the first position of theirs counts.
+        allowed = self._allowed(logits)
         with dispatch.step():
-            drawn = batch.sampler.draw(logits, tokens[:, 1:])
+            drawn = batch.sampler.draw(logits, tokens[:, 1:], allowed)
         mx.eval(drawn.arrays())
         draws = cast("list[list[int]]", drawn.tokens.tolist())
         accepted = [verify(draft, draw) for draft, draw in zip(drafts, draws, strict=True)]

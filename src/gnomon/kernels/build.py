@@ -279,18 +279,15 @@ def compile_commands(tools: Toolchain, objects: Path) -> dict[str, list[str]]:
     includes = ["-isystem", str(mlx / "include"), "-isystem", str(nanobind / "include")]
     includes += ["-isystem", str(nanobind / "ext" / "robin_map" / "include"), "-isystem", str(_python_include())]
     defines = [f'-DGNOMON_MLX_VERSION="{tools.mlx}"', *(f"-DGNOMON_{i.upper()}" for i in tools.isas)]
-    common = [tools.compiler, *_COMMON, *defines, *tools.flags]
+    common = [tools.compiler, *_COMMON, *defines]
     commands: dict[str, list[str]] = {}
-    for source in sorted(SOURCES.glob("*.cpp")):
-        if source.stem.startswith("isa_"):
-            isa = source.stem.removeprefix("isa_")
-            if isa in tools.isas:
-                commands[source.stem] = [*common, "-O3", *_ISA_FLAGS[isa], "-c", str(source)]
-        else:
-            commands[source.stem] = [*common, *includes, "-c", str(source)]
+    for unit in ("all", "bindings"):
+        commands[unit] = [*common, *includes, "-c", str(SOURCES / f"{unit}.cpp")]
+    for isa in tools.isas:
+        commands[f"isa_{isa}"] = [*common, "-O3", *_ISA_FLAGS[isa], "-c", str(SOURCES / f"isa_{isa}.cpp")]
     combined = nanobind / "src" / "nb_combined.cpp"
     commands["nanobind"] = [*common, "-fno-strict-aliasing", *includes, "-c", str(combined)]
-    return {name: [*line, "-o", str(objects / f"{name}.o")] for name, line in commands.items()}
+    return {name: [*line, *tools.flags, "-o", str(objects / f"{name}.o")] for name, line in commands.items()}
 
 
 def _run(line: list[str]) -> None:

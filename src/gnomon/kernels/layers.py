@@ -26,6 +26,7 @@ from mlx_lm.models.base import scaled_dot_product_attention
 
 from gnomon.kernels.dispatch import thread
 from gnomon.kernels.quantized_matmul import FLOATS, why_not
+from gnomon.kernels.recurrent import gated_delta_net
 from gnomon.kernels.rope import offset_array
 
 SILU, GELU_TANH, GELU_ERF = range(3)
@@ -42,10 +43,13 @@ class Family:
     attention: str | None = None
     mlp: str | None = None
     block: str | None = None
+    mixer: str | None = None
     activation: int = SILU
     norm: NormKind = "plain"
     after: bool = False  # norms after attention and MLP, as Gemma has them
 
+
+ROLES = ("attention", "mlp", "mixer", "block")
 
 FAMILIES = (
     Family("llama", "Attention", "MLP", "TransformerBlock"),
@@ -53,7 +57,8 @@ FAMILIES = (
     Family("qwen3", "Attention", "MLP", "TransformerBlock"),
     Family("qwen3_moe", "Attention", "MLP", None),
     Family("qwen3_next", None, "Qwen3NextMLP", None),
-    Family("gemma3_text", "Attention", "MLP", "TransformerBlock", GELU_TANH, "plus one", True),
+    Family("qwen3_5", mixer="GatedDeltaNet"),
+    Family("gemma3_text", "Attention", "MLP", "TransformerBlock", None, GELU_TANH, "plus one", True),
 )
 
 
@@ -364,6 +369,21 @@ class NativeQuantizedEmbedding(nn.QuantizedEmbedding):
         return super().__call__(x)
 
 
+def _mixer_forward(own: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        if (
+            thread.active
+            and x.ndim == 3
+            and x.dtype in FLOATS
+            and self.sharding_group is None
+            and "bias" not in self.conv1d
+        ):
+            return gated_delta_net(self, self.fused, x, mask, cache)
+        return own(self, x, mask, cache)
+
+    return __call__
+
+
 def _linear_forward(own: Callable[..., mx.array]) -> Callable[..., mx.array]:
     def __call__(self: Any, x: mx.array) -> mx.array:
         fused = self.fused
@@ -380,7 +400,7 @@ def swap(model: nn.Module, extension: ModuleType) -> dict[str, int]:
     known: dict[type, tuple[str, Family, ModuleType]] = {}
     for family in FAMILIES:
         owner = importlib.import_module(f"mlx_lm.models.{family.module}")
-        for role in ("attention", "mlp", "block"):
+        for role in ROLES:
             name = getattr(family, role)
             if name is not None:
                 known[getattr(owner, name)] = (role, family, owner)
@@ -390,13 +410,15 @@ def swap(model: nn.Module, extension: ModuleType) -> dict[str, int]:
         found[name] = found.get(name, 0) + 1
 
     modules = [module for _, module in model.named_modules()]
-    for role in ("attention", "mlp", "block"):
+    for role in ROLES:
         for layer in modules:
             kind, family, owner = known.get(type(layer), (None, None, None))
             if kind != role or family is None or owner is None:
                 continue
             if role == "attention":
                 fused, forward = _attention(layer, family, owner, extension), _attention_forward
+            elif role == "mixer":
+                fused, forward = extension, _mixer_forward
             elif role == "mlp":
                 fused, forward = _mlp(layer, family, extension), _mlp_forward
             else:

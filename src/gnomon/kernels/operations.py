@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gnomon.kernels import attention, matmul, norm, quantized_matmul, rope, vocabulary
+from gnomon.kernels import attention, matmul, norm, quantized_matmul, recurrent, rope, vocabulary
 from gnomon.kernels.dispatch import Operation
 
 ALL: tuple[Operation, ...] = (
@@ -11,5 +11,6 @@ ALL: tuple[Operation, ...] = (
     *norm.OPERATIONS,
     *rope.OPERATIONS,
     *attention.OPERATIONS,
+    *recurrent.OPERATIONS,
     *vocabulary.OPERATIONS,
 )

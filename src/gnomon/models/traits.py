@@ -40,7 +40,9 @@ TRAITS: Mapping[str, Traits] = {
     "gpt_bigcode": Traits(alone="its learned positions take one offset for all rows"),
     "jamba": _IGNORES_LENGTHS,
     "llama4": Traits(refused="its chunked attention keeps keys in a cache of its own kind (ChunkedKVCache)"),
-    "longcat_flash_ngram": _IGNORES_LENGTHS,
+    "longcat_flash_ngram": Traits(
+        pads=False, alone="the tokens its embeddings look back at are fewer at the start of a prompt"
+    ),
     "mamba": _IGNORES_LENGTHS,
     "minimax_m3_vl": Traits(sparse_alone="its sparse layers choose key blocks by the slots of the longest row"),
     "muse_spark": Traits(refused="its fused operations exist as Metal kernels only", refused_on=("cuda", "cpu")),

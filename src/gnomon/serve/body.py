@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 from starlette.types import Receive
 
-from gnomon.serve.errors import APIError, ClientDisconnected, from_validation, invalid
+from gnomon.serve.errors import APIError, ClientDisconnected, from_validation, invalid, show
 
 T = TypeVar("T")
 Model = TypeVar("Model", bound=BaseModel)
@@ -56,7 +56,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
     except ValueError as error:
         raise invalid(f"the body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(value, dict):
-        raise invalid(f"the body must be a JSON object, got a {type(value).__name__}", code="invalid_json")
+        raise invalid(f"the body must be a JSON object, got {show(value)}", code="invalid_json")
     return cast("dict[str, Any]", value)
 
 

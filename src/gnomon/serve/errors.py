@@ -12,6 +12,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -91,7 +92,8 @@ def naming(names: Mapping[str, str]) -> Generator[None]:
         for chat, own in names.items():
             if error.param is not None and error.param.startswith(chat):
                 error.param = own + error.param.removeprefix(chat)
-                error.message = error.message.replace(chat, own)
+                if error.message.startswith(chat):
+                    error.message = own + error.message.removeprefix(chat)
                 break
         raise
 
@@ -208,7 +210,7 @@ def install(app: FastAPI) -> None:
         if error.status_code == 404:
             message, code = f"no such route: {request.method} {request.url.path}", "unknown_route"
         elif error.status_code == 405:
-            allowed = (error.headers or {}).get("allow", "")
+            allowed = Headers(error.headers).get("allow", "none")
             message = f"method {request.method} is not allowed for {request.url.path}; allowed: {allowed}"
             code = "method_not_allowed"
         else:

@@ -111,6 +111,7 @@ WRITTEN: tuple[tuple[tuple[str, ...], ToolFormat], ...] = (
 """Formats by what their templates write, all of it; the first that fits. Those that share a tag come before the plainer ones."""
 
 KNOWN: tuple[tuple[tuple[str, ...], ToolFormat], ...] = (
+    (("｜DSML｜",), DSML),
     ((kimi.SECTION,), KIMI_K2),
     ((deepseek.SECTION,), DEEPSEEK),
     (("<|tool_call>", "<tool_call|>"), GEMMA),

@@ -1,6 +1,6 @@
 """One sampler for the rows of a batch.
 
-    logits ─ bias ─ repetition ─ presence ─ frequency ─ log-softmax ─┬─ top-p ─ min-p ─ XTC ─ top-k ─ 1/T ─ +Gumbel ─ argmax
+    logits ─ bias ─ repetition ─ presence ─ frequency ─ allowed ─ log-softmax ─┬─ top-p ─ min-p ─ XTC ─ top-k ─ 1/T ─ +Gumbel ─ argmax
                                                                      ├─ min-p ─ XTC ─ HLG ─ 1/T ─ +Gumbel ─ argmax
                                                                      ├─ argmax (greedy)
                                                                      └─ logprobs (if asked)
@@ -10,10 +10,11 @@ Each stage sees only the cells (row x window position) that need it, and runs on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
+import numpy as np
 
 from gnomon.engine.api import SamplingParams
 from gnomon.engine.sampling import filters, hlg, processors
@@ -22,6 +23,7 @@ from gnomon.engine.sampling.logprobs import Logprobs
 from gnomon.engine.sampling.plan import Part, Plan, make_plan
 from gnomon.engine.sampling.randomness import gumbel, uniform
 from gnomon.engine.sampling.row import RowSampling
+from gnomon.grammar import Words
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +79,14 @@ class BatchSampler:
                 self._history = None
         self._plans.clear()
 
-    def draw(self, logits: mx.array, drafts: mx.array | None = None) -> Drawn:
+    def draw(
+        self, logits: mx.array, drafts: mx.array | None = None, allowed: Mapping[int, Words] | None = None
+    ) -> Drawn:
         """Draw a token at every position of logits [B, L, V], of any float dtype.
 
         Position l of row b is output step `steps[b] + l` and its penalties see drafts[b, :l] (int [B, L-1]) as already generated.
-        Nothing advances until `commit`. Raises ValueError if the shapes don't fit the rows.
+        `allowed[b]` are the ids that row b may draw at its first position, a bit each (uint32 words, least significant bit first);
+        later positions and other rows may draw any. Nothing advances until `commit`. Raises ValueError if the shapes don't fit the rows.
         """
         batch, width, vocab = logits.shape
         if batch != len(self._rows):
@@ -92,6 +97,11 @@ class BatchSampler:
         if plan is None:
             plan = self._plans[width, logits.dtype] = make_plan(self._rows, width, logits.dtype)
         scores = self._process(logits.reshape(batch * width, vocab), plan, drafts, width)
+        if plan.processes:
+            # Extreme parameters overflow, and infinity has no log-softmax.
+            scores = mx.minimum(scores, mx.finfo(scores.dtype).max)
+        if allowed:
+            scores = _masked(scores, allowed, width)
         logprobs = filters.log_softmax(scores)
         tokens = self._pick(logprobs, plan, width).astype(mx.int32).reshape(batch, width)
         return Drawn(tokens, self._score(logprobs.reshape(batch, width, vocab), tokens))
@@ -161,3 +171,20 @@ class BatchSampler:
             at = mx.array(list(slots), dtype=mx.int32)
             logprobs, tokens = logprobs[at], tokens[at]
         return Logprobs(logprobs, tokens, slots, wanted)
+
+
+def _masked(x: mx.array, allowed: Mapping[int, Words], width: int) -> mx.array:
+    """Scores [B·width, V] with what the rows in `allowed` may not draw at their first position at -inf."""
+    total, vocab = x.shape
+    words = np.zeros((len(allowed), -(-vocab // 32)), dtype=np.uint32)
+    for slot, given in zip(words, allowed.values(), strict=True):
+        count = min(len(slot), len(given))
+        slot[:count] = given[:count]
+    packed = mx.array(words)
+    if len(allowed) == total:
+        return processors.allow(x, packed)
+    at = mx.array([row * width for row in allowed], dtype=mx.int32)
+    # A copy of the handle: assignment would otherwise change the caller's array.
+    result = mx.array(x)
+    result[at] = processors.allow(x[at], packed)
+    return result

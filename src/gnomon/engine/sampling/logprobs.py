@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -58,5 +59,7 @@ class Logprobs:
         logprob = float(chosen[slot, position])
         if not wanted or top_ids is None or top is None:
             return Score(logprob)
-        pairs = zip(top_ids[slot, position].tolist(), top[slot, position].tolist(), strict=True)
+        # A row that may draw only a few tokens has no further rivals.
+        found = zip(top_ids[slot, position].tolist(), top[slot, position].tolist(), strict=True)
+        pairs = [pair for pair in found if pair[1] > -math.inf]
         return Score(logprob, tuple(sorted(pairs, key=lambda pair: (-pair[1], pair[0]))[:wanted]))

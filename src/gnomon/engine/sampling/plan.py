@@ -31,7 +31,7 @@ class Part:
         """The stage's parameter, one per cell: [n, 1]."""
 
     def with_column(self, value: Callable[[SamplingParams], float], dtype: mx.Dtype) -> Part:
-        values = np.array([value(row.params) for row in self.rows], dtype=np.float32)
+        values = np.array([_within(value(row.params), dtype) for row in self.rows], dtype=np.float32)
         self.column = mx.array(values[:, None]).astype(dtype)
         return self
 
@@ -73,6 +73,11 @@ class Plan:
     sampled: Part | None
     token_keys: Keys | None
 
+    @property
+    def processes(self) -> bool:
+        """Whether some cell's logits are changed before the log-softmax."""
+        return any(stage is not None for stage in (self.bias, self.repetition, self.presence, self.frequency))
+
 
 def make_plan(rows: Sequence[RowSampling], width: int, dtype: mx.Dtype) -> Plan:
     """Plan the stages for windows of `width` positions of these rows, on logits of `dtype`."""
@@ -91,7 +96,8 @@ class _Planner:
         sampled = self._part(lambda p: not p.greedy, self._gain)
         return Plan(
             bias=self._bias(),
-            repetition=self._part(repeats, lambda p: p.repetition_penalty),
+            # A divisor: a smaller one would be no normal number, on some devices zero.
+            repetition=self._part(repeats, lambda p: max(p.repetition_penalty, 4 / mx.finfo(self._dtype).max)),
             presence=self._part(lambda p: p.presence_penalty != 0, lambda p: p.presence_penalty),
             frequency=self._part(lambda p: p.frequency_penalty != 0, lambda p: p.frequency_penalty),
             top_p=self._part(lambda p: _plain(p) and 0 < p.top_p < 1, lambda p: p.top_p, mx.float32),
@@ -124,7 +130,11 @@ class _Planner:
         return min(1.0 / params.temperature, mx.finfo(self._dtype).max / 16)
 
     def _bias(self) -> tuple[mx.array, mx.array, mx.array] | None:
-        triples = [(i, *pair) for i, row in enumerate(self._cells) for pair in dict(row.params.logit_bias).items()]
+        triples = [
+            (i, token, _within(bias, self._dtype))
+            for i, row in enumerate(self._cells)
+            for token, bias in dict(row.params.logit_bias).items()
+        ]
         if not triples:
             return None
         cells, ids, values = zip(*triples, strict=True)
@@ -135,6 +145,12 @@ class _Planner:
         sizes = sorted({row.params.top_k for row in self._cells if _plain(row.params) and row.params.top_k > 0})
         parts = ((k, self._part(lambda p, k=k: _plain(p) and p.top_k == k)) for k in sizes)
         return tuple((k, part) for k, part in parts if part is not None)
+
+
+def _within(value: float, dtype: mx.Dtype) -> float:
+    """The value, or the nearest that leaves room in `dtype` for a logit to be added."""
+    limit = mx.finfo(dtype).max / 2
+    return min(max(value, -limit), limit)
 
 
 def _plain(params: SamplingParams) -> bool:

@@ -36,3 +36,9 @@ def frequency(logits: mx.array, ids: mx.array, seen: mx.array, penalty: mx.array
     # Adding -0.0 leaves every float as it is, the sign of a zero included.
     updates = mx.where(seen, -penalty, mx.array(-0.0, penalty.dtype))
     return logits.at[cells, mx.where(seen, ids, 0)].add(updates)
+
+
+def allow(logits: mx.array, words: mx.array) -> mx.array:
+    """Logits [N, V] with every id whose bit in the packed words (uint32 [N, ceil(V / 32)]) is 0 at -inf; the others keep their bits."""
+    bits = (words[:, :, None] >> mx.arange(32, dtype=mx.uint32)) & 1
+    return mx.where(bits.reshape(words.shape[0], -1)[:, : logits.shape[-1]].astype(mx.bool_), logits, -mx.inf)

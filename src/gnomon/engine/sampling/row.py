@@ -64,10 +64,14 @@ def check(params: SamplingParams, vocab_size: int) -> None:
             )
         if not math.isfinite(bias):
             raise InvalidRequest(f"logit_bias of token id {token} is {bias}, but must be finite", "logit_bias")
-    for name in ("repetition_penalty", "temperature", "xtc_probability", "min_p", "top_p"):
+    for name in ("repetition_penalty", "temperature", "xtc_probability", "xtc_threshold", "min_p", "top_p"):
         value = float(getattr(params, name))
         if not (math.isfinite(value) and value >= 0):
             raise InvalidRequest(f"{name} is {value}, but must be a finite number of at least 0", name)
+    for name in ("presence_penalty", "frequency_penalty"):
+        value = float(getattr(params, name))
+        if not math.isfinite(value):
+            raise InvalidRequest(f"{name} is {value}, but must be a finite number", name)
     for name in ("repetition_context_size", "presence_context_size", "frequency_context_size", "top_k"):
         if getattr(params, name) < 0:
             raise InvalidRequest(f"{name} is {getattr(params, name)}, but must be at least 0", name)

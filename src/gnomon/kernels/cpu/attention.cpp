@@ -5,8 +5,8 @@
 namespace gnomon {
 namespace {
 constexpr int BLOCK_OF_KEYS = 64;   // converted or read at a time: they stay in the first-level cache
-constexpr int MOST_ROWS = 64;       // of queries whose scores are held at a time
-constexpr int64_t SHARE_FROM = 200'000;
+constexpr int MOST_QUERIES = 64;       // of queries whose scores are held at a time
+constexpr int64_t SHARE_ATTENTION_FROM = 200'000;
 
 struct Head {
   const char* data;
@@ -88,7 +88,7 @@ void rows_of_group(const Job& j, int b, int hk, int t0, int t1) {
   float* memory = scratch<1>(static_cast<size_t>(rows) * (dp + dvp + 2 * lds) + static_cast<size_t>(BLOCK_OF_KEYS) * std::max(dp, dvp) + 64);
   float *q = memory, *o = q + static_cast<size_t>(rows) * dp, *s = o + static_cast<size_t>(rows) * dvp, *added = s + static_cast<size_t>(rows) * lds;
   float* room = added + static_cast<size_t>(rows) * lds;
-  Range range[MOST_ROWS];
+  Range range[MOST_QUERIES];
   int low = j.keys, high = 0;
   const bool array = j.kind == MASK_BOOLEAN || j.kind == MASK_ADDITIVE;
   for (int r = 0; r < rows; r++) {
@@ -114,7 +114,7 @@ void rows_of_group(const Job& j, int b, int hk, int t0, int t1) {
     const float* keys = block_of(t, j.k, b, hk, k0, some, j.d, dp, room, pitch);
     t.scores(q + static_cast<size_t>(first) * dp, dp, last - first, keys, pitch, some, dp, j.scale, s + first * lds + k0, lds);
   }
-  float inverse[MOST_ROWS];
+  float inverse[MOST_QUERIES];
   for (int r = 0; r < rows; r++) {
     float* row = s + r * lds;
     const auto [l, h] = range[r];
@@ -164,7 +164,7 @@ void run(const Job& j) {
   const int64_t work = static_cast<int64_t>(j.batch) * j.k_heads * total * j.keys * (j.d + j.dv);
   auto workers = pool();
   // Rows at a time: few enough for all threads to have work, and for the scores to stay in the second-level cache.
-  int per = std::min(MOST_ROWS, total);
+  int per = std::min(MOST_QUERIES, total);
   per = std::min<int64_t>(per, std::max<int64_t>(4, 131072 / (j.keys + 1)));
   if (j.batch * j.k_heads < 2 * workers->size()) per = std::min(per, std::max(4, (total + workers->size() - 1) / workers->size()));
   per = std::max(1, std::min(per, total));
@@ -175,7 +175,7 @@ void run(const Job& j) {
     const int set = n / (j.batch * j.k_heads), g = n % (j.batch * j.k_heads);
     rows_of_group(j, g / j.k_heads, g % j.k_heads, set * per, std::min(total, (set + 1) * per));
   };
-  if (work < SHARE_FROM)
+  if (work < SHARE_ATTENTION_FROM)
     for (int n = 0; n < tasks; n++) one(n);
   else workers->run(tasks, one);
 }

@@ -4,9 +4,9 @@ namespace gnomon {
 namespace {
 
 // A norm's weights at evaluation.
-class Norm {
+class Normaliser {
  public:
-  Norm(const mx::array& w, float eps) : w_(w), type_(type_of(w.dtype())), n_(static_cast<int>(w.size())), eps_(eps) {}
+  Normaliser(const mx::array& w, float eps) : w_(w), type_(type_of(w.dtype())), n_(static_cast<int>(w.size())), eps_(eps) {}
   // y = norm(x) rounded to `type`; x and y may be the same. The calling thread's weights are widened once by `prepare`.
   void prepare(const Table& t) {
     wide_.resize(n_ + 16);
@@ -32,7 +32,7 @@ class Norm {
 };
 
 // x itself, or its normalised rows in `room` as floats.
-Rows normalised(const Table& t, const Rows& x, std::optional<Norm>& norm, Type type, std::vector<float>& room) {
+Rows normalised(const Table& t, const Rows& x, std::optional<Normaliser>& norm, Type type, std::vector<float>& room) {
   if (!norm) return x;
   norm->prepare(t);
   room.resize(static_cast<size_t>(x.count) * x.width + 16);
@@ -52,7 +52,7 @@ Rows normalised(const Table& t, const Rows& x, std::optional<Norm>& norm, Type t
 }
 
 // Rows of `out` normalised, then added to the rows of `residual`.
-void finish(const Table& t, char* out, Type type, int64_t rows, int n, std::optional<Norm>& norm, const std::optional<Rows>& residual) {
+void finish(const Table& t, char* out, Type type, int64_t rows, int n, std::optional<Normaliser>& norm, const std::optional<Rows>& residual) {
   if (!norm && !residual) return;
   if (norm) norm->prepare(t);
   const int np = (n + 63) / 16 * 16;
@@ -79,7 +79,7 @@ class Heads : public mx::Primitive {
     size_t next = 1;
     struct Work {
       Rows x;
-      std::optional<Norm> norm, head_norms[2];
+      std::optional<Normaliser> norm, head_norms[2];
       std::optional<Packed> offset, freqs;
       int64_t num_offsets = 0;
       std::vector<Operands> operands;
@@ -159,7 +159,7 @@ class Project : public Native {
     size_t next = 1;
     struct Work {
       Rows x;
-      std::optional<Norm> norm;
+      std::optional<Normaliser> norm;
       std::optional<Rows> residual;
       std::optional<Operands> operands;
     };
@@ -193,7 +193,7 @@ class GatedMlp : public Native {
     size_t next = 1;
     struct Work {
       Rows x;
-      std::optional<Norm> before, after;
+      std::optional<Normaliser> before, after;
       std::vector<Operands> operands;
     };
     auto w = std::make_shared<Work>(Work{Rows(in[0]), {}, {}, {}});

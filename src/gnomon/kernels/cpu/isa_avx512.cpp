@@ -3,12 +3,13 @@
 #include "linear.inl"
 #include "pointwise.inl"
 #include "attention.inl"
+#include "recurrent.inl"
 
 namespace gnomon {
 const Table* table_avx512() {
   using namespace isa_avx512;
   static const Table table = {"avx512", TILE_ROWS, DIRECT_MOST, arrange, multiply, decode_row, rms_norm, layer_norm, gate, add_rows, row_max,
-                              exp_sum, scale_row, divide_row, rotate, scores, weigh, to_f32, from_f32};
+                              exp_sum, scale_row, divide_row, rotate, scores, weigh, delta_step, convolve, to_f32, from_f32};
   return &table;
 }
 }  // namespace gnomon

@@ -63,6 +63,8 @@ struct Table {
   void (*rotate)(const float* x, const float* cos, const float* sin, int h, bool traditional, float* y);
   void (*scores)(const float* q, int64_t ldq, int rows, const float* k, int64_t ldk, int keys, int d, float scale, float* s, int64_t lds);
   void (*weigh)(const float* p, int64_t ldp, int rows, const float* v, int64_t ldv, int keys, int d, float* o, int64_t ldo);
+  void (*delta_step)(float* s, int rows, int n, const float* k, const float* q, const float* g, bool each, const float* v, float beta, float* y);
+  void (*convolve)(const float* const* x, const float* w, int taps, int channels, bool silu, float* y);
   void (*to_f32)(const void* x, Type type, size_t n, float* y);
   void (*from_f32)(const float* x, Type type, size_t n, void* y);
 };

@@ -27,6 +27,7 @@ from gnomon.chat.tools import (
 )
 from gnomon.engine import api
 from gnomon.serve.body import parse, read_body, until_disconnect
+from gnomon.serve.constrain import demand
 from gnomon.serve.errors import APIError, internal, invalid
 from gnomon.serve.generation import Generation, Piece
 from gnomon.serve.prepare import Job, tier
@@ -79,6 +80,8 @@ def plan(request: ChatRequest, services: Services, trace_id: str, name: str) -> 
     messages = template_messages(request.messages, model.id)
     offered = request.offered_tools()
     stop, logprobs = request.stops(), request.wanted_logprobs()
+    form = demand(request, services)
+    messages = form.told(messages)
     try:
         kwargs = template.thinking_kwargs(
             request.chat_template_kwargs, request.reasoning_effort, services.sampling.thinking
@@ -96,6 +99,8 @@ def plan(request: ChatRequest, services: Services, trace_id: str, name: str) -> 
         ignore_eos=bool(request.ignore_eos),
         n=request.n or 1,
         trace_id=trace_id,
+        constraint=form.constraint,
+        thinking=template.thinking(rendered) if form.constraint is not None else None,
     )
     job = Job(
         id=name,
@@ -104,7 +109,7 @@ def plan(request: ChatRequest, services: Services, trace_id: str, name: str) -> 
         stream=bool(request.stream),
         usage=request.wants_usage,
         tier=tier(services, request),
-        warnings=(NO_FORMAT,) if tools and template.tools is None else (),
+        warnings=((NO_FORMAT,) if tools and template.tools is None else ()) + form.warnings,
     )
     return ChatJob(
         job,

@@ -16,6 +16,7 @@ from starlette.responses import Response
 from gnomon.engine import api
 from gnomon.engine.api import TokenLogprob
 from gnomon.serve.body import parse, read_body, until_disconnect
+from gnomon.serve.constrain import demand
 from gnomon.serve.errors import APIError, internal
 from gnomon.serve.generation import Generation, Piece
 from gnomon.serve.prepare import Job, check_ids, tier
@@ -46,6 +47,7 @@ def prepare(body: bytes, services: Services, trace_id: str) -> CompletionJob:
     model = services.engine.model
     prompts = request.prompts()
     stop, logprobs = request.stops(), request.wanted_logprobs()
+    form = demand(request, services)
     # Without a template nothing says whether the model thinks: a model's own temperature holds as it is.
     sampling = request.sampling(services.sampling, model.vocab_size, logprobs, thinking=True)
     name = f"cmpl-{uuid.uuid4().hex}"
@@ -67,6 +69,7 @@ def prepare(body: bytes, services: Services, trace_id: str) -> CompletionJob:
                 ignore_eos=bool(request.ignore_eos),
                 n=request.n or 1,
                 trace_id=trace_id,
+                constraint=form.constraint,
             )
         )
     job = Job(
@@ -76,6 +79,7 @@ def prepare(body: bytes, services: Services, trace_id: str) -> CompletionJob:
         stream=bool(request.stream),
         usage=request.wants_usage,
         tier=tier(services, request),
+        warnings=form.warnings,
     )
     return CompletionJob(job, logprobs, request.legacy_logprobs)
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
+from gnomon.chat.constraint import FORMATS
 from gnomon.config import SamplingDefaults
 from gnomon.engine.api import HLG, SamplingParams
 from gnomon.serve.errors import invalid, show
@@ -31,6 +32,32 @@ Stop = Annotated[
     ),
 ]
 LogitBias = Annotated[Any, WithJsonSchema({"type": "object", "additionalProperties": {"type": "number"}})]
+
+ResponseFormat = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "type": "object",
+            "properties": {
+                "type": {"enum": list(FORMATS)},
+                "json_schema": {
+                    "type": "object",
+                    "properties": {
+                        "name": {"type": "string"},
+                        "schema": {"type": "object"},
+                        "strict": {"type": "boolean"},
+                        "any_whitespace": {"type": "boolean"},
+                    },
+                    "required": ["schema"],
+                },
+            },
+            "required": ["type"],
+        }
+    ),
+]
+Schema = Annotated[Any, WithJsonSchema({"type": "object"})]
+GrammarText = Annotated[Any, WithJsonSchema({"type": "string"})]
+Choices = Annotated[Any, WithJsonSchema({"type": "array", "items": {"type": "string"}, "minItems": 1})]
 
 
 class Fields(BaseModel):
@@ -81,13 +108,14 @@ class SamplingFields(Fields):
     frequency_penalty: float | None = None
     frequency_context_size: Window | None = None
     hlg: HLGFields | None = None
+    # Of these the first that is there counts; `gnomon.chat.constraint` reads them.
+    guided_grammar: GrammarText = None
+    response_format: ResponseFormat = None
+    guided_json: Schema = None
+    structured_outputs: Schema = None
+    guided_regex: GrammarText = None
+    guided_choice: Choices = None
     # Refused by name, below.
-    response_format: Any = None
-    guided_grammar: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_json: Any = None
-    structured_outputs: Any = None
     adapter: Any = None
 
     @property
@@ -96,18 +124,6 @@ class SamplingFields(Fields):
 
     def refuse_unsupported(self) -> None:
         """Raise APIError 400 for a field that asks for what this server can't do: nothing asked for is dropped."""
-        form = self.response_format
-        kind: Any = cast("dict[str, Any]", form).get("type") if isinstance(form, dict) else None
-        if form is not None and kind != "text":
-            raise invalid(
-                f'response_format must be {{"type": "text"}}: structured output is not supported, got {show(form)}',
-                "response_format",
-                "unsupported",
-            )
-        for name in ("guided_grammar", "guided_regex", "guided_choice", "guided_json", "structured_outputs"):
-            value = getattr(self, name)
-            if value is not None:
-                raise invalid(f"{name}: structured output is not supported, got {show(value)}", name, "unsupported")
         if self.adapter not in (None, "none"):
             raise invalid(f"adapter {show(self.adapter)} is not mounted", "adapter", "unknown_adapter")
 

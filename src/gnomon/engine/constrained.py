@@ -1,0 +1,83 @@
+"""What one row may write next: whatever it likes while it thinks, then what its grammar allows."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+import numpy as np
+
+from gnomon.chat.reasoning import Stage, Thinking
+from gnomon.chat.tokenizer import Tokenizer
+from gnomon.grammar import Matcher, Words
+
+
+class RowConstraint:
+    """Follows a row's tokens through its reasoning, by the same automaton that later splits the text, and then through its grammar.
+
+    While the row thinks it can't end its turn, nor write on behind the closing tag within one token: what follows is the grammar's.
+    """
+
+    def __init__(self, matcher: Matcher, tokenizer: Tokenizer, thinking: Thinking | None = None) -> None:
+        self._matcher = matcher
+        self._vocabulary = matcher.vocabulary
+        self._stage: Stage = "content"
+        self._openers: dict[int, list[int]] = {}
+        """First id of each marker that may come now, with the ids it goes on with."""
+        self._forced: deque[int] = deque()
+        if thinking is not None:
+            self._splitter, self._stream = thinking.splitter(), tokenizer.stream()
+            self._format = thinking.format
+            self._stage = self._splitter.stage
+            if self._stage == "undecided" and not thinking.may_open and self._format.direct:
+                self._stage = "content"
+            for marker in self._format.openers:
+                first, *rest = tokenizer.encode(marker)
+                # A first piece that also begins an answer doesn't tell which is meant.
+                if not rest or not matcher.allows(first):
+                    self._openers[first] = rest
+
+    @property
+    def finished(self) -> bool:
+        """Whether the answer is whole and nothing can follow."""
+        return self._stage == "content" and self._matcher.finished
+
+    def allowed(self) -> Words:
+        """The ids that may come next, a bit each (uint32 words, least significant bit first). Raises GrammarFailed."""
+        if self._stage == "content":
+            return self._matcher.allowed()
+        if self._forced:
+            return self._words([self._forced[0]])
+        if self._stage == "undecided":
+            opening = self._words(self._openers)
+            return opening | self._matcher.allowed() if self._format.direct else opening
+        barred = set(self._vocabulary.eos_ids)
+        if ending := self._splitter.ending:
+            barred.update(self._vocabulary.running_past(ending))
+        return ~self._words(barred) & self._all
+
+    def advance(self, token: int) -> None:
+        """Take the token that was drawn. Raises GrammarFailed when it isn't one that was allowed."""
+        if self._stage == "undecided" and not self._forced:
+            rest = self._openers.get(token)
+            if rest is None:
+                self._stage = "content"
+            else:
+                self._forced.extend([token, *rest])
+        if self._stage == "content":
+            self._matcher.advance(token)
+            return
+        if self._forced:
+            self._forced.popleft()
+        self._splitter.feed(self._stream.push(token))
+        self._stage = self._splitter.stage
+
+    @property
+    def _all(self) -> Words:
+        return self._vocabulary.everything
+
+    def _words(self, ids: Iterable[int]) -> Words:
+        words = np.zeros_like(self._all)
+        for token in ids:
+            words[token // 32] |= np.uint32(1 << (token % 32))
+        return words
