@@ -90,6 +90,11 @@ class Outline:
                 yield from self._start(Part(len(self.parts), "text"))
                 yield from self._close(cut=cut)
 
+    def take(self, piece: Piece) -> None:
+        """Add a piece of which nobody wants to hear."""
+        for _ in self.feed(piece):
+            pass
+
     def _grow(self, kind: Kind, text: str) -> Iterator[Change]:
         if self._open is None or self._open.kind != kind:
             yield from self._start(Part(len(self.parts), kind))

@@ -129,6 +129,11 @@ def extractor_for(
     return lambda: Extractor(format, tools, single=single)
 
 
+def start(prepared: ChatJob, services: Services, endpoint: str, prompt_field: str) -> Generation:
+    """Hand a conversation to the engine. Raises APIError when it refuses; `prompt_field` is what the route calls the conversation."""
+    return Generation(services, endpoint, prepared.job.requests, prompt_field, prepared.splitter, prepared.extractor)
+
+
 @router.post("/v1/chat/completions", response_model=ChatCompletion, openapi_extra=json_body(ChatRequest))
 async def create(request: Request, services: Annotated[Services, Depends(services_of)]) -> Response:
     """Continue a conversation."""
@@ -139,7 +144,7 @@ async def create(request: Request, services: Annotated[Services, Depends(service
 async def answer(body: bytes, services: Services, trace_id: str) -> Response:
     prepared = await services.preparation.run(lambda: prepare(body, services, trace_id))
     job = prepared.job
-    generation = Generation(services, "chat", job.requests, "messages", prepared.splitter, prepared.extractor)
+    generation = start(prepared, services, "chat", "messages")
     if job.stream:
         return EventSourceResponse(
             frames(generation, prepared, services), generation.close, services.timing.write, job.headers()

@@ -17,7 +17,7 @@ from gnomon.serve.body import parse, read_body, until_disconnect
 from gnomon.serve.errors import APIError, internal, naming
 from gnomon.serve.generation import Generation
 from gnomon.serve.outline import Change, Closed, Grown, Opened, Outline, Part
-from gnomon.serve.routes.chat_completions import MALFORMED, ChatJob, plan
+from gnomon.serve.routes.chat_completions import MALFORMED, ChatJob, plan, start
 from gnomon.serve.schema import json_body
 from gnomon.serve.services import Services, services_of
 from gnomon.serve.sse import EventSourceResponse, event
@@ -84,8 +84,8 @@ def _prompt_tokens(prepared: MessageJob) -> int:
 
 async def answer(body: bytes, services: Services, trace_id: str) -> Response:
     prepared = await services.preparation.run(lambda: prepare(body, services, trace_id))
-    chat, job = prepared.chat, prepared.chat.job
-    generation = Generation(services, "messages", job.requests, "messages", chat.splitter, chat.extractor)
+    job = prepared.chat.job
+    generation = start(prepared.chat, services, "messages", "messages")
     if job.stream:
         return EventSourceResponse(
             frames(generation, prepared, services), generation.close, services.timing.write, job.headers()
@@ -94,8 +94,7 @@ async def answer(body: bytes, services: Services, trace_id: str) -> Response:
     try:
         async for pieces in generation.pieces():
             for piece in pieces or ():
-                for _ in outline.feed(piece):
-                    pass
+                outline.take(piece)
     finally:
         generation.close()
     if generation.malformed:

@@ -14,10 +14,9 @@ from starlette.responses import Response
 
 from gnomon.serve.body import parse, read_body, until_disconnect
 from gnomon.serve.errors import APIError, internal, invalid, naming, show
-from gnomon.serve.generation import Generation
 from gnomon.serve.response_run import ResponseJob, ResponseRun
 from gnomon.serve.response_store import Conversation, StoredResponse
-from gnomon.serve.routes.chat_completions import MALFORMED, plan
+from gnomon.serve.routes.chat_completions import MALFORMED, plan, start
 from gnomon.serve.schema import json_body
 from gnomon.serve.services import Services, services_of
 from gnomon.serve.sse import PING, EventSourceResponse
@@ -64,15 +63,15 @@ async def create(request: Request, services: Annotated[Services, Depends(service
 
 async def answer(body: bytes, services: Services, trace_id: str) -> Response:
     prepared = await services.preparation.run(lambda: prepare(body, services, trace_id))
-    chat, job = prepared.chat, prepared.chat.job
-    generation = Generation(services, "responses", job.requests, "input", chat.splitter, chat.extractor)
+    job = prepared.chat.job
+    generation = start(prepared.chat, services, "responses", "input")
     run = ResponseRun(prepared, generation, services.responses, services.engine.model.id)
     if job.stream:
         return EventSourceResponse(frames(run, services), run.close, services.timing.write, job.headers())
     try:
         async for pieces in generation.pieces():
             for piece in pieces or ():
-                run.feed(piece)
+                run.outline.take(piece)
         run.finish()
     except APIError as error:
         if run.status != "cancelled":
