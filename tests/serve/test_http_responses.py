@@ -328,6 +328,25 @@ def test_cancelling(engine: FakeEngine, streamed: bool) -> None:
     assert body["output"][0]["content"][0]["text"] == "A"
 
 
+def test_cancelled_stays_cancelled_though_the_engine_was_faster(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.script = None
+    monkeypatch.setattr(engine, "cancel", lambda _: None)
+    with app_client(engine) as client:
+        services: Services = client.app.state.services  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+        answers: list[Any] = []
+        thread = threading.Thread(target=lambda: answers.append(client.post(RESPONSES, json={"input": "Hi"})))
+        thread.start()
+        job = engine.take()
+        (name,) = services.responses.running
+        assert client.post(f"{RESPONSES}/{name}/cancel").json()["status"] == "cancelled"
+        job.say("A")
+        thread.join(20)
+        assert answers[0].json()["status"] == "cancelled"
+        assert client.get(f"{RESPONSES}/{name}").status_code == 404
+
+
 def test_a_response_that_has_ended_can_not_be_cancelled(client: TestClient) -> None:
     body = respond(client)
     refused = client.post(f"{RESPONSES}/{body['id']}/cancel")
