@@ -27,7 +27,7 @@ from gnomon.chat.tools import (
 )
 from gnomon.engine import api
 from gnomon.serve.body import parse, read_body, until_disconnect
-from gnomon.serve.constrain import demand
+from gnomon.serve.constrain import chat_demand
 from gnomon.serve.errors import APIError, internal, invalid
 from gnomon.serve.generation import Generation, Piece
 from gnomon.serve.prepare import Job, tier
@@ -80,7 +80,7 @@ def plan(request: ChatRequest, services: Services, trace_id: str, name: str) -> 
     messages = template_messages(request.messages, model.id)
     offered = request.offered_tools()
     stop, logprobs = request.stops(), request.wanted_logprobs()
-    form = demand(request, services)
+    form = chat_demand(request, services)
     messages = form.told(messages)
     try:
         kwargs = template.thinking_kwargs(
