@@ -35,7 +35,6 @@ ARGUMENTS = [
     {"list": [[1, 2], ["a", {"k": False}]], "object": {"a": {"b": [None, 1.5]}}},
 ]
 NESTED = {"function_gemma"}
-"""Its parser takes no brackets within values."""
 
 
 def oracle(module: str, written: str, tools) -> list[tuple[str, object]]:
@@ -53,8 +52,10 @@ def oracle(module: str, written: str, tools) -> list[tuple[str, object]]:
 @pytest.mark.parametrize("module", MODULES)
 def test_mlx_lm_agrees(module, arguments):
     family = FAMILIES[MODULES[module]]
+    if (module, arguments) == ("longcat", {}):
+        pytest.skip("its parser raises on calls without arguments")
     if module in NESTED and any(isinstance(value, list | dict) or "}" in str(value) for value in arguments.values()):
-        return
+        pytest.skip("its parser takes no brackets within values")
     template = family.template()
     tools = offered([arguments])
     written, _ = answer(template, family, tools, conversation(None, made(family, [arguments])))

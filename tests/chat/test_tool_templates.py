@@ -15,8 +15,25 @@ from gnomon.chat.tools import detect, parse
 KEYS = st.text("abcxyz_", min_size=1, max_size=4)
 PLAIN = st.text("ab <>&\"'{}[]()\\/\n\t,:=|`é😀", max_size=12)
 LOOKALIKES = st.sampled_from(
-    ['{"a": 1}', "[1, 2]", "123", "true", "null", "None", "1e5", '"quoted"', "</parameter>", "<tool_call>", "&lt;&amp;"]
-    + ["```\ncode\n```", "def f(x):\n    return [x]\n", "  indented", "\nframed\n", "]", "}", "\\d+\\n", "a, b", "$1"]
+    [
+        '{"a": 1}',
+        "[1, 2]",
+        "123",
+        "true",
+        "null",
+        "None",
+        "1e5",
+        '"quoted"',
+        "</parameter>",
+        "<tool_call>",
+        "&lt;&amp;",
+        "```\ncode\n```",
+        "def f(x):\n    return [x]\n",
+        "  indented",
+        "\nframed\n",
+        "\\d+\\n",
+        "a, b",
+    ]
 )
 STRINGS = PLAIN | LOOKALIKES
 SCALARS = st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.sampled_from([0.5, -1.25, 1e-7, 1e22]) | STRINGS

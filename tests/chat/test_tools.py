@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import pairwise
 
 import pytest
 from hypothesis import example, given, settings
@@ -19,6 +20,7 @@ from gnomon.chat.tools import (
     Content,
     Extractor,
     Malformed,
+    Tools,
     collected,
     detect,
     joined,
@@ -163,7 +165,7 @@ def test_any_pieces_of_any_text_tell_the_same(made, cuts):
     whole = told(format, [text])
     check(text, whole)
     places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    assert told(format, [text[a:b] for a, b in zip(places, places[1:], strict=False)]) == whole
+    assert told(format, [text[a:b] for a, b in pairwise(places)]) == whole
     assert told(format, text) == whole
 
 
@@ -226,7 +228,7 @@ def test_a_call_that_breaks_is_void_and_its_text_content():
 def test_deep_nesting_is_refused_and_no_recursion():
     text = '<tool_call>{"name": "f", "arguments": ' + '{"o": ' * 5000 + "1"
     events = told(BY_NAME["json"], [text])
-    assert [event for event in events if isinstance(event, Malformed)][0].reason.startswith(
+    assert next(event for event in events if isinstance(event, Malformed)).reason.startswith(
         "values are nested more than"
     )
     check(text, events)
@@ -306,3 +308,20 @@ def test_a_call_ends_thinking_in_the_families_that_do_so():
     plain = reasoning.TagFormat("<think>", "</think>", enders=BY_NAME["json"].ends_thinking)
     call = '<tool_call>{"name": "f"}</tool_call>'
     assert reasoning.split(plain, f"<think>{call}</think>No.") == (call, "No.")
+
+
+def test_types_of_parameters_are_found_through_references_that_go_in_circles():
+    options = [{"$ref": "#/$defs/a"}] * 50
+    parameters = {
+        "properties": {
+            "p": {"$ref": "#/$defs/a"},
+            "q": {"allOf": [{"type": ["integer", "null"]}]},
+            "r": {"const": "x"},
+        },
+        "$defs": {"a": {"anyOf": [*options, {"type": "string"}]}},
+    }
+    tools = Tools([{"type": "function", "function": {"name": "f", "parameters": parameters}}])
+    assert tools.types("f", "p") == {"string"}
+    assert tools.types("f", "q") == {"integer", "null"}
+    assert tools.types("f", "r") == {"string"}
+    assert tools.types("f", "other") is None

@@ -1,4 +1,5 @@
 """What models write, by format: the text, and the content and calls that are in it."""
+# ruff: noqa: E501  (one case a line)
 
 from __future__ import annotations
 

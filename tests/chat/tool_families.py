@@ -47,6 +47,8 @@ class Family:
     """Whether there may be content beside calls."""
     several: bool = True
     ids: tuple[str, str] = ("call_00000001", "call_00000002")
+    steady: bool = True
+    """Whether tools stay where they are in the prompt when the conversation goes on."""
 
     def template(self) -> ChatTemplate:
         source = (TEMPLATES / self.file).read_text("utf-8")
@@ -64,11 +66,11 @@ FAMILIES = [
     Family("longcat", "longcat", "tools/longcat.jinja", "</longcat_s>"),
     Family("minimax", "minimax", "tools/minimax.jinja", "[e~["),
     Family("minicpm5", "minicpm", "tools/minicpm5.jinja", "<|im_end|>"),
-    Family("kimi_k2", "kimi_k2", "tools/kimi_k2.jinja", "<|im_end|>", ids=("functions.f:0", "functions.f:1")),
+    Family("kimi_k2", "kimi_k2", "tools/kimi_k2.jinja", "<|im_end|>", ids=("functions.f:0", "functions.g:1")),
     Family("kimi_k3", "kimi_k3", "tools/kimi_k3.jinja", "<|end_of_msg|>", XTML),
     Family("deepseek_v3", "deepseek", "tools/deepseek_v3.jinja", "<｜end▁of▁sentence｜>"),
     Family("deepseek_v31", "deepseek", "tools/deepseek_v31.jinja", "<｜end▁of▁sentence｜>"),
-    Family("mistral_v3", "mistral", "mistral.jinja", "</s>", content=False, ids=NINE),
+    Family("mistral_v3", "mistral", "mistral.jinja", "</s>", content=False, ids=NINE, steady=False),
     Family("mistral_v11", "mistral", "tools/mistral_v11.jinja", "</s>", ids=NINE),
     Family("mistral_v13", "mistral", "tools/mistral_v13.jinja", "</s>", ids=NINE),
     Family("llama3", "llama", "llama3.jinja", "<|eot_id|>", content=False, several=False),
@@ -128,8 +130,9 @@ def conversation(content: str | None, calls: Sequence[Call]) -> list[dict[str, A
 
 def answer(template: ChatTemplate, family: Family, tools: Sequence[Mapping[str, Any]], messages) -> tuple[str, str]:
     """What the model wrote for the second message to be rendered so, and the generation prompt before it."""
-    prompt = template.render(messages[:1], tools)
-    whole = template.render(messages, tools, add_generation_prompt=False).text
+    shown = tools if family.steady else None
+    prompt = template.render(messages[:1], shown)
+    whole = template.render(messages, shown, add_generation_prompt=False).text
     assert whole.startswith(prompt.text)
     written, end, _ = whole[len(prompt.text) :].partition(family.end)
     assert end
@@ -146,4 +149,4 @@ def read(
 
 
 def renamed(calls: Sequence[Call], ids: Sequence[str]) -> list[Call]:
-    return [replace(call, id=id) for call, id in zip(calls, ids, strict=True)]
+    return [replace(call, id=id) for call, id in zip(calls, ids, strict=False)]

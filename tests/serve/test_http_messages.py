@@ -310,6 +310,17 @@ def test_tools_of_anthropic_s_servers_are_left_out(client: TestClient, engine: F
     assert "<tools>" not in prompts(engine)[1]
 
 
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "add"}])
+def test_a_tool_choice_is_enforced(client: TestClient, engine: FakeEngine, choice: dict[str, Any]) -> None:
+    message(client, tools=[TOOL], tool_choice=choice)
+    demanded = engine.submitted[0].constraint
+    assert demanded is not None
+    assert "add" in demanded.source
+    unknown = client.post(MESSAGES, json=ask(tools=[TOOL], tool_choice={"type": "tool", "name": "mul"}))
+    assert unknown.status_code == 400
+    assert "tool_choice" in unknown.json()["error"]["message"]
+
+
 def test_counting_tokens_generates_nothing(client: TestClient, engine: FakeEngine) -> None:
     fields = ask(system="Be brief.", tools=[TOOL])
     del fields["max_tokens"]

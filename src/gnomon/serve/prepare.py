@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from gnomon.chat.tools import Extractor, ToolFormat, Tools
 from gnomon.engine.api import Request
 from gnomon.serve.errors import invalid, show
 from gnomon.serve.services import Services
@@ -45,3 +47,13 @@ def check_ids(ids: Sequence[object], vocab_size: int, param: str) -> tuple[int, 
 def tier(services: Services, fields: SamplingFields) -> str:
     """The tier a request will run in, as far as can be told before it does: tone-curve sampling has no oracle outside."""
     return "Lab" if fields.tone_curve(services.sampling) is not None else services.engine.model.tier
+
+
+def extractor_for(
+    format: ToolFormat | None, offered: Sequence[Mapping[str, Any]] | None, *, single: bool
+) -> Callable[[], Extractor] | None:
+    """Makes an extractor for each choice; None where nothing can be a call."""
+    if format is None or not offered:
+        return None
+    tools = Tools(offered)
+    return lambda: Extractor(format, tools, single=single)

@@ -49,7 +49,7 @@ FUNCTION_GEMMA = Gemma(
 )
 LONGCAT = Glm(name="longcat", openers=("<longcat_tool_call>",), close="</longcat_tool_call>", prefix="longcat_")
 GLM = Glm(name="glm", openers=("<tool_call>",), close="</tool_call>")
-SEED = Tagged(name="seed", openers=("<seed:tool_call>", FUNCTION), close="</seed:tool_call>")
+SEED = Tagged(name="seed", openers=("<seed:tool_call>", FUNCTION), close="</seed:tool_call>", framing="none")
 QWEN_XML = Tagged(name="qwen_xml", openers=("<tool_call>", FUNCTION), close="</tool_call>")
 MINICPM = MiniCPM(name="minicpm", openers=("<function name=",))
 MISTRAL = Mistral(name="mistral", openers=(mistral.TOOL_CALLS,))

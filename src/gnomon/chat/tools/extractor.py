@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from gnomon.chat.tools.calls import Calls, TurnOver
@@ -163,15 +164,22 @@ class Extractor:
 def joined(events: Iterable[Event]) -> list[Event]:
     """The events with neighbours joined that say more of the same."""
     made: list[Event] = []
-    for event in events:
-        last = made[-1] if made else None
-        if isinstance(event, Content) and isinstance(last, Content):
-            made[-1] = Content(last.text + event.text)
-        elif isinstance(event, CallArguments) and isinstance(last, CallArguments) and last.index == event.index:
-            made[-1] = CallArguments(event.index, last.fragment + event.fragment)
+    for (kind, index), run in groupby(events, _likeness):
+        alike = list(run)
+        if kind == "content":
+            made.append(Content("".join(event.text for event in alike if isinstance(event, Content))))
+        elif kind == "arguments":
+            text = "".join(event.fragment for event in alike if isinstance(event, CallArguments))
+            made.append(CallArguments(index, text))
         else:
-            made.append(event)
+            made += alike
     return made
+
+
+def _likeness(event: Event) -> tuple[str, int]:
+    if isinstance(event, Content):
+        return "content", 0
+    return ("arguments", event.index) if isinstance(event, CallArguments) else ("other", 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from gnomon.chat.tools.calls import Calls
-from gnomon.chat.tools.parameters import Arguments
+from gnomon.chat.tools.parameters import Arguments, Framing
 from gnomon.chat.tools.reader import Reader, Steps, Unparseable
 
 FUNCTION, FUNCTION_END = "<function=", "</function>"
@@ -15,8 +15,10 @@ _NAME = re.compile(r"[^<>\s]+")
 _KEY = re.compile(r"[^<>\n]+")
 
 
-def function_element(r: Reader, calls: Calls, outer_end: str, *, bare: bool = False) -> Steps[None]:
-    """Read `<function=name><parameter=key>\\nvalue\\n</parameter>...</function>`; values are raw text, in one newline each side.
+def function_element(
+    r: Reader, calls: Calls, outer_end: str, framing: Framing = "newline", *, bare: bool = False
+) -> Steps[None]:
+    """Read `<function=name><parameter=key>value</parameter>...</function>`; values are raw text.
 
     `bare`: it stands without the outer tag. The element's own end may be missing before that of the outer tag.
     """
@@ -29,7 +31,7 @@ def function_element(r: Reader, calls: Calls, outer_end: str, *, bare: bool = Fa
     if not (yield from r.first_of((PARAMETER, *ends))):
         raise Unparseable((yield from r.unexpected(repr(PARAMETER))), literal=bare)
     calls.begin(name)
-    arguments = Arguments(calls, "newline", "string")
+    arguments = Arguments(calls, framing, "string")
     while (yield from r.took(PARAMETER)):
         value = arguments.parameter((yield from r.word(_KEY, "a name")).strip().strip("\"'"))
         yield from r.expect(">")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
-MAX_REFERENCES = 16
+MAX_DEPTH = 32
 """Schemas within schemas that are followed to find a parameter's types."""
 
 _KINDS: tuple[tuple[type, str], ...] = (
@@ -42,16 +42,20 @@ class Tools:
         found = _mapping(schema.get("properties")).get(parameter)
         if found is None:
             found = schema.get("additionalProperties")
-        return _types(found, schema, MAX_REFERENCES) if isinstance(found, dict) else None
+        return _types(found, schema, set(), MAX_DEPTH) if isinstance(found, dict) else None
 
 
-def _types(part: Any, root: Mapping[str, Any], left: int) -> frozenset[str]:
+def _types(part: Any, root: Mapping[str, Any], followed: set[str], left: int) -> frozenset[str]:
+    """Each reference is followed once, so that the work is bounded by the schema's size."""
     if not isinstance(part, dict) or left == 0:
         return frozenset()
     schema = cast("dict[str, Any]", part)
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference.startswith("#/"):
-        return _types(_resolve(reference, root), root, left - 1)
+        if reference in followed:
+            return frozenset()
+        followed.add(reference)
+        return _types(_resolve(reference, root), root, followed, left - 1)
     declared = schema.get("type")
     found: set[str] = {declared} if isinstance(declared, str) else set()
     if isinstance(declared, list):
@@ -64,7 +68,7 @@ def _types(part: Any, root: Mapping[str, Any], left: int) -> frozenset[str]:
     for name in ("anyOf", "oneOf", "allOf"):
         choices = schema.get(name)
         for choice in cast("Sequence[Any]", choices) if isinstance(choices, list) else ():
-            found |= _types(choice, root, left - 1)
+            found |= _types(choice, root, followed, left - 1)
     return frozenset(found)
 
 

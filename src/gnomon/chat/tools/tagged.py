@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from gnomon.chat.tools.calls import Calls
 from gnomon.chat.tools.format import ToolFormat
 from gnomon.chat.tools.json_calls import call_list, call_object, closed
+from gnomon.chat.tools.parameters import Framing
 from gnomon.chat.tools.qwen import FUNCTION, function_element
 from gnomon.chat.tools.reader import Reader, Steps, Unparseable
 
@@ -20,6 +21,8 @@ class Tagged(ToolFormat):
     """
 
     close: str
+    framing: Framing = "newline"
+    """What stands around the values of elements."""
 
     def parse(self, r: Reader, calls: Calls) -> Steps[None]:
         opener = yield from r.first_of(self.openers)
@@ -36,7 +39,7 @@ class Tagged(ToolFormat):
             elif kind == "[":
                 yield from call_list(r, calls)
             else:
-                yield from function_element(r, calls, self.close, bare=bare)
+                yield from function_element(r, calls, self.close, self.framing, bare=bare)
             if (yield from closed(r, self.close)):
                 return
             kind = yield from r.next_of((FUNCTION,) if bare else ("{", FUNCTION))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse
@@ -21,8 +21,6 @@ from gnomon.chat.tools import (
     CallEvent,
     CallStart,
     Extractor,
-    ToolFormat,
-    Tools,
     collected,
 )
 from gnomon.engine import api
@@ -30,7 +28,7 @@ from gnomon.serve.body import parse, read_body, until_disconnect
 from gnomon.serve.constrain import chat_demand
 from gnomon.serve.errors import APIError, internal, invalid
 from gnomon.serve.generation import Generation, Piece
-from gnomon.serve.prepare import Job, tier
+from gnomon.serve.prepare import Job, extractor_for, tier
 from gnomon.serve.schema import json_body
 from gnomon.serve.services import FINGERPRINT, Services, services_of
 from gnomon.serve.sse import DONE, PING, EventSourceResponse, frame
@@ -117,16 +115,6 @@ def plan(request: ChatRequest, services: Services, trace_id: str, name: str) -> 
         extractor_for(template.tools, tools, single=request.parallel_tool_calls is False),
         logprobs is not None,
     )
-
-
-def extractor_for(
-    format: ToolFormat | None, offered: Sequence[Mapping[str, Any]] | None, *, single: bool
-) -> Callable[[], Extractor] | None:
-    """Makes an extractor for each choice; None where nothing can be a call."""
-    if format is None or not offered:
-        return None
-    tools = Tools(offered)
-    return lambda: Extractor(format, tools, single=single)
 
 
 def start(prepared: ChatJob, services: Services, endpoint: str, prompt_field: str) -> Generation:
@@ -236,7 +224,8 @@ def _chunks(prepared: ChatJob, services: Services, piece: Piece) -> list[ChatChu
         deltas.append({"reasoning_content": piece.reasoning, "reasoning": piece.reasoning})
     if piece.content:
         deltas.append({"content": piece.content})
-    deltas.extend({"tool_calls": [call]} for event in piece.calls if (call := _call(event)) is not None)
+    calls: list[MadeCallDelta | None] = [_call(event) for event in piece.calls]
+    deltas.extend({"tool_calls": [call]} for call in calls if call is not None)
     if piece.logprobs and not deltas:
         deltas.append({"content": ""})
     chunks = [_chunk(prepared, services, piece.index, delta) for delta in deltas]
