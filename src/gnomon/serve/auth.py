@@ -65,7 +65,7 @@ class HostDoor:
                     param="Host",
                     code="host_not_allowed",
                 )
-                await refusal.response()(scope, receive, send)
+                await refusal.response(scope["path"])(scope, receive, send)
                 return
         await self.app(scope, receive, send)
 
@@ -95,7 +95,7 @@ class OriginDoor:
                     param="Origin",
                     code="origin_not_allowed",
                 )
-                await refusal.response()(scope, receive, send)
+                await refusal.response(scope["path"])(scope, receive, send)
                 return
         await self.app(scope, receive, send)
 
@@ -127,7 +127,7 @@ class KeyDoor:
                     code="invalid_api_key",
                     headers={"www-authenticate": "Bearer"},
                 )
-                await refusal.response()(scope, receive, send)
+                await refusal.response(scope["path"])(scope, receive, send)
                 return
         await self.app(scope, receive, send)
 

@@ -64,7 +64,14 @@ class ChatJob:
 
 def prepare(body: bytes, services: Services, trace_id: str) -> ChatJob:
     """Parse, check, render and tokenise. Raises APIError 400 naming what can't be honoured."""
-    request = parse(ChatRequest, body)
+    return plan(parse(ChatRequest, body), services, trace_id, f"chatcmpl-{uuid.uuid4().hex}")
+
+
+def plan(request: ChatRequest, services: Services, trace_id: str, name: str) -> ChatJob:
+    """Check, render and tokenise a conversation, whichever route it came by; `name` is what its answer is called.
+
+    Raises APIError 400 naming what can't be honoured.
+    """
     request.refuse_unsupported()
     model = services.engine.model
     template = services.template
@@ -81,7 +88,6 @@ def prepare(body: bytes, services: Services, trace_id: str) -> ChatJob:
         rendered = template.render(messages, tools, **kwargs)
     except ChatError as error:
         raise invalid(str(error), error.param, error.code) from error
-    name = f"chatcmpl-{uuid.uuid4().hex}"
     engine_request = api.Request(
         id=name,
         prompt=tuple(rendered.ids),
@@ -111,6 +117,11 @@ def prepare(body: bytes, services: Services, trace_id: str) -> ChatJob:
     )
 
 
+def start(prepared: ChatJob, services: Services, endpoint: str, prompt_field: str) -> Generation:
+    """Hand a conversation to the engine. Raises APIError when it refuses; `prompt_field` is what the route calls the conversation."""
+    return Generation(services, endpoint, prepared.job.requests, prompt_field, prepared.splitter, prepared.extractor)
+
+
 @router.post("/v1/chat/completions", response_model=ChatCompletion, openapi_extra=json_body(ChatRequest))
 async def create(request: Request, services: Annotated[Services, Depends(services_of)]) -> Response:
     """Continue a conversation."""
@@ -121,7 +132,7 @@ async def create(request: Request, services: Annotated[Services, Depends(service
 async def answer(body: bytes, services: Services, trace_id: str) -> Response:
     prepared = await services.preparation.run(lambda: prepare(body, services, trace_id))
     job = prepared.job
-    generation = Generation(services, "chat", job.requests, "messages", prepared.splitter, prepared.extractor)
+    generation = start(prepared, services, "chat", "messages")
     if job.stream:
         return EventSourceResponse(
             frames(generation, prepared, services), generation.close, services.timing.write, job.headers()

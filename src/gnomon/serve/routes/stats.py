@@ -29,5 +29,6 @@ async def stats(services: Annotated[Services, Depends(services_of)]) -> dict[str
             "limit": preparation.limit,
             "workers": preparation.workers,
         },
+        "response_store": services.responses.stats(),
         "latency": metrics.summary(),
     }
