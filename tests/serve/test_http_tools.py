@@ -244,3 +244,22 @@ def ask_live(live: Live[FakeEngine], **body: Any) -> Iterator[Any]:
         data = parse_stream(answers[0].text)[:-1]
         choices = [json.loads(one)["choices"][0] for one in data]
         yield [(one["delta"], one["finish_reason"]) for one in choices]
+
+
+def test_what_one_delta_holds_comes_in_order(client: TestClient, engine: FakeEngine) -> None:
+    def script(job: Job) -> None:
+        job.delta(f"<think>\nHm.\n</think>\n\nFirst.\n{call()}\nThen.\n{call('time', '{}')}")
+        job.finish()
+        job.end()
+
+    engine.script = script
+    order: list[str] = []
+    for chunk in chunks(client):
+        delta = chunk["choices"][0]["delta"]
+        if delta.get("reasoning_content"):
+            order.append(delta["reasoning_content"])
+        if delta.get("content"):
+            order.append(delta["content"])
+        functions = [one["function"] for one in delta.get("tool_calls", [])]
+        order += [function.get("name") or function["arguments"] for function in functions]
+    assert order == ["Hm.", "First.", "weather", '{"city": "Ulm"}', "\nThen.", "time", "{}"]
