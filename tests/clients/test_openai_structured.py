@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, Literal
 
+import jsonschema
 import openai
 import pytest
 from fake_engine import Live, serving
 from openai import AsyncOpenAI, OpenAI
 from pydantic import BaseModel, Field
 
+import tiny_models
 from engine_fixtures import tiny_engine, tiny_tokenizer
 from gnomon.chat.template import ChatTemplate
 from gnomon.config import EngineConfig, HTTPConfig, SamplingDefaults
@@ -36,6 +40,41 @@ def live_engine(config: EngineConfig) -> Iterator[Live[Engine]]:
     tokenizer, http = tiny_tokenizer(), HTTPConfig()
     with tiny_engine("llama", config) as engine:
         app = create_app(engine, tokenizer, ChatTemplate(tokenizer), http, SamplingDefaults(temperature=1.0))
+        with serving(app, engine, http) as made:
+            yield made
+
+
+TEMPLATE = tiny_models.CHAT_TEMPLATE + "{% if tools %}{# <tool_call> #}{% endif %}"
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "parameters": {
+                "type": "object",
+                "properties": {"speed": {"$ref": "#/$defs/speed"}, "why": {"type": "string", "maxLength": 9}},
+                "required": ["speed"],
+                "additionalProperties": False,
+                "$defs": {"speed": {"enum": speeds}},
+            },
+        },
+    }
+    for name, speeds in (("run", [1, 2]), ("hide", ["now", None]))
+]
+
+
+@pytest.fixture(scope="module")
+def calling() -> Iterator[Live[Engine]]:
+    """A model whose template knows tool calls in JSON."""
+    inner, http = tiny_tokenizer(), HTTPConfig()
+    speaking: Any = SimpleNamespace(
+        chat_templates={"default": TEMPLATE},
+        special_tokens=inner.special_tokens,
+        encode=inner.encode,
+        token_id=inner.token_id,
+    )
+    with tiny_engine("llama") as engine:
+        app = create_app(engine, inner, ChatTemplate(speaking), http, SamplingDefaults(temperature=1.0))
         with serving(app, engine, http) as made:
             yield made
 
@@ -111,3 +150,37 @@ def test_switched_off_it_is_only_asked_for(ungrammatical: Live[Engine]) -> None:
         with pytest.raises(openai.BadRequestError, match="strict"):
             client.chat.completions.create(model="", messages=ASK, response_format=strict)
         assert made.choices[0].finish_reason in ("length", "stop")
+
+
+def test_tool_choice_is_enforced(calling: Live[Engine]) -> None:
+    schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
+    with OpenAI(base_url=calling.url + "/v1", api_key="none", max_retries=0) as client:
+        for choice, names in (
+            ("required", {"run", "hide"}),
+            ({"type": "function", "function": {"name": "hide"}}, {"hide"}),
+        ):
+            seen: set[str] = set()
+            for seed in range(6):
+                ask: dict[str, Any] = {"model": "", "messages": ASK, "seed": seed, "max_tokens": 400, "tools": TOOLS}
+                ask |= {"tool_choice": choice, "parallel_tool_calls": False}
+                made = client.chat.completions.create(**ask).choices[0]
+                assert made.finish_reason == "tool_calls"
+                assert made.message.tool_calls is not None
+                assert not made.message.content
+                (call,) = made.message.tool_calls
+                assert call.type == "function"
+                jsonschema.validate(json.loads(call.function.arguments), schemas[call.function.name])
+                seen.add(call.function.name)
+            assert seen == names
+        with client.chat.completions.stream(**ask) as stream:
+            streamed = stream.get_final_completion().choices[0].message.tool_calls
+        assert streamed is not None
+        assert streamed[0].function.arguments == call.function.arguments
+        with pytest.raises(openai.BadRequestError, match="'jump'"):
+            client.chat.completions.create(**{**ask, "tool_choice": {"type": "function", "function": {"name": "jump"}}})
+        with pytest.raises(openai.BadRequestError, match="the tools are: none"):
+            client.chat.completions.create(**{**ask, "tool_choice": "required", "tools": []})
+        unsound = [{"type": "function", "function": {"name": "f", "parameters": {"type": "objekt"}}}]
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.chat.completions.create(**{**ask, "tool_choice": "required", "tools": unsound})
+        assert caught.value.param == "tools[0].function.parameters.type"

@@ -72,6 +72,8 @@ def test_a_failing_request_raises(directory: Path) -> None:
 def test_a_directory_without_a_model_raises_what_loading_says(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=str(tmp_path)):
         gnomon.load(tmp_path)
+    with pytest.raises(ValueError, match=r"there is no model directory .*nowhere"):
+        gnomon.load(tmp_path / "nowhere")
 
 
 def test_a_memory_budget_shortens_serialises_and_refuses_before_work(directory: Path) -> None:

@@ -176,6 +176,12 @@ def test_what_is_not_enforced_is_told(compiler: Compiler, schema: dict[str, Any]
         (constraint.grammar('root ::= "a" |\nfoo ::= ('), "line"),
         (constraint.grammar("root ::= foo"), "'foo' not found"),
         (json_schema({"$ref": "http://localhost/x"}), "is not present"),
+        # These derive nothing.
+        (json_schema({"$ref": "#"}), "no text has this form"),
+        (json_schema({"type": "string", "minLength": 3, "maxLength": 2}), "minLength"),
+        # These would take for ever.
+        (constraint.grammar("root ::= " + "(" * 5000 + '"a"' + ")" * 5000), "recursion"),
+        (json_schema({"enum": [f"value {i}" for i in range(100_000)]}), "too big"),
     ],
 )
 def test_what_does_not_compile_says_where(compiler: Compiler, wanted: Constraint, part: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 import socket
 from collections.abc import Iterator
@@ -166,3 +167,7 @@ def test_a_repository_without_model_files(hub: Hub, server: StandIn) -> None:
     server.repos["owner/empty"] = Repo({NEW: {"weights.bin": b"1"}}, {"main": NEW})
     with pytest.raises(HubError, match="owner/empty has none of the files a model needs"):
         hub.get("owner/empty")
+
+
+def test_the_client_does_not_write_beside_the_log() -> None:
+    assert logging.getLogger("huggingface_hub").handlers == []

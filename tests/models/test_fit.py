@@ -142,6 +142,17 @@ def test_bandwidth_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert machine.this_machine(tmp_path).gbps == 99.0
 
 
+def test_bandwidth_that_cannot_be_kept_is_still_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(machine, "cpu_bandwidth", lambda: 7.0)
+    monkeypatch.setattr(machine, "_cuda", lambda: None)
+    monkeypatch.setattr(machine.platform, "system", lambda: "Linux")
+    (tmp_path / "file").touch()
+    assert machine.this_machine(tmp_path / "file" / "cache").gbps == 7.0
+    assert "can't be kept" in caplog.text
+
+
 def test_an_apple_chip_needs_no_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine.platform, "system", lambda: "Darwin")
     for chip, gbps, origin in (("Apple M2 Max", 400, "table"), ("Apple M9", fit.UNKNOWN_CHIP_GBPS, "assumed")):

@@ -143,14 +143,23 @@ MESSAGES: list[tuple[dict[str, Any], str, str]] = [
     (
         {"messages": HI, "tools": [TOOL], "tool_choice": "required"},
         "tool_choice",
-        'tool_choice "required" needs a grammar to be enforced; use "auto" or "none"',
+        "tool_choice can't be enforced in this model's notation of calls (none)",
     ),
     (
         {"messages": HI, "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}},
         "tool_choice",
-        'tool_choice {"type": "function", "function": {"name": "f"}} needs a grammar to be enforced; use "auto" or "none"',
+        "tool_choice can't be enforced in this model's notation of calls (none)",
     ),
-    ({"messages": HI, "tool_choice": "maybe"}, "tool_choice", 'tool_choice must be "none" or "auto", got "maybe"'),
+    (
+        {"messages": HI, "tool_choice": "maybe"},
+        "tool_choice",
+        'tool_choice must be "none", "auto", "required" or a function, got "maybe"',
+    ),
+    (
+        {"messages": HI, "tools": [TOOL], "tool_choice": {"type": "allowed_tools"}},
+        "tool_choice",
+        'tool_choice {"type": "allowed_tools"} can\'t be enforced; use "auto", "required", "none" or a function',
+    ),
     (
         {"messages": HI, "tools": [{"type": "custom"}]},
         "tools[0].type",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -104,3 +105,15 @@ def test_an_engine_that_dies_takes_the_process_with_it() -> None:
         assert server.ended() == 1
         assert server.process.stderr is not None
         assert "the device is gone" in server.process.stderr.read()
+
+
+def test_a_request_that_has_not_arrived_hears_of_the_end() -> None:
+    with running("ok", 5000) as server:
+        with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), 20) as raw:
+            raw.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{")
+            assert httpx.get(server.url + "/health").status_code == 200
+            server.process.send_signal(signal.SIGTERM)
+            assert b"the server stopped before the request had arrived" in raw.makefile("rb").read()
+        assert server.ended() == 0
+        assert server.process.stderr is not None
+        assert "Traceback" not in server.process.stderr.read()

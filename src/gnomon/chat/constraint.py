@@ -77,8 +77,7 @@ def json_schema(
         schema = {}
     if not isinstance(schema, dict):
         raise ConstraintError(f"{param} must be a JSON schema, got {_show(schema)}", param)
-    _check_depth(schema, param)
-    _check_schema(cast("dict[str, Any]", schema), param)
+    check_schema(cast("dict[str, Any]", schema), param)
     return Constraint("json", _source(json.dumps(schema), param), any_whitespace, strict, param)
 
 
@@ -220,8 +219,9 @@ def _check_depth(schema: Any, param: str) -> None:
         ]
 
 
-def _check_schema(schema: dict[str, Any], param: str) -> None:
+def check_schema(schema: dict[str, Any], param: str) -> None:
     """Raise ConstraintError with the place of the first thing that is wrong: against its draft's own schema, or a dangling reference."""
+    _check_depth(schema, param)
     # Takes a tenth of a second to import, which only such requests need.
     from jsonschema import Draft202012Validator, FormatChecker, validators
     from jsonschema.exceptions import SchemaError

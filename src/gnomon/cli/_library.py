@@ -60,8 +60,12 @@ def _starter(store: Store) -> Path:
             return starter.ensure(
                 store, Converter(progress), lambda text: console.print(f"gnomon: {text}", markup=False)
             )
-        except (UnsupportedGGUF, OSError) as error:
+        except UnsupportedGGUF as error:
             raise HubError(f"{starter.NAME} can't be converted: {error}") from error
+        except OSError as error:
+            raise HubError(
+                f"{starter.NAME} can't be put into the cache {store.cache}: {error}. Choose another with --cache or GNOMON_CACHE"
+            ) from error
 
 
 def _fits(model: Model, ram: int, config: Config) -> bool:

@@ -43,7 +43,7 @@ from gnomon.grammar import Compiled, Compiler, Vocabulary
 from gnomon.grammar import Unenforceable as NoGrammar
 from gnomon.kernels import native
 from gnomon.kernels.native import Kernels
-from gnomon.models.load import LoadedModel
+from gnomon.models.load import LoadedModel, read_config
 from gnomon.models.load import load as load_model
 from gnomon.state.batch_state import BatchState
 from gnomon.trace import OFF, Tracer
@@ -430,6 +430,8 @@ def load(
     context manager.
     """
     path = Path(path)
+    # Before the tokenizer's word on what it misses.
+    read_config(path)
     tokenizer = Tokenizer.load(path)
     engine = Engine(
         lambda: load_model(path),

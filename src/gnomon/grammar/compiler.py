@@ -9,11 +9,11 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLParserLimits
 from llguidance.gbnf_to_lark import any_to_lark
 
 from gnomon.chat.constraint import Constraint
-from gnomon.grammar.matcher import Matcher
+from gnomon.grammar.matcher import Matcher, plain
 from gnomon.grammar.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -84,11 +84,16 @@ class Compiler:
             if not loose.is_error():
                 matcher, gaps = loose, tuple(_gap(text) for text in loose.get_grammar_warnings())
         if matcher.is_error():
-            raise Unenforceable(_first_line(matcher.get_error()))
+            reason = plain(matcher.get_error())
+            raise Unenforceable("no text has this form" if reason.startswith("NoExtension") else reason)
         return Compiled(Matcher(matcher, self.vocabulary), gaps)
 
     def _matcher(self, grammar: str) -> LLMatcher:
-        return LLMatcher(self.vocabulary.index, grammar, log_level=0)
+        made = LLMatcher(self.vocabulary.index, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
+        if not made.is_error():
+            # Finds grammars that derive nothing, and takes the costly first mask off the engine's thread.
+            made.compute_bitmask()
+        return made
 
 
 def _grammar(constraint: Constraint, exactness: JsonCompileOptions) -> str:
@@ -117,8 +122,4 @@ def _gap(warning: str) -> str:
     listed = re.fullmatch(r"Unimplemented keys: (\[.*\])", warning)
     if listed:
         return ", ".join(json.loads(listed[1]))
-    return "oneOf (any of them may match)" if "oneOf" in warning else _first_line(warning)
-
-
-def _first_line(text: str) -> str:
-    return " ".join(text.split())[:300]
+    return "oneOf (any of them may match)" if "oneOf" in warning else plain(warning)

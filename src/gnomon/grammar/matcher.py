@@ -58,4 +58,9 @@ class Matcher:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise GrammarFailed(f"the grammar gave up: {self._matcher.get_error()}")
+            raise GrammarFailed(f"the grammar gave up: {plain(self._matcher.get_error())}")
+
+
+def plain(message: str) -> str:
+    """One of llguidance's messages on one line, without its place for a parser's state."""
+    return " ".join(message.replace("<non-verbose/>", "").split())[:300]

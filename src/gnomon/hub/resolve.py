@@ -40,6 +40,8 @@ def resolve(wanted: str | None, registry: Registry, *, fits: Judge, runs: Judge,
         return Found(path, id_of(path))
     if path.is_dir() and ("/" in wanted or wanted.startswith((".", "~"))):
         raise HubError(f"{path} has no config.json: it is not a model directory")
+    if not path.exists() and (wanted.startswith((".", "~")) or path.is_absolute()):
+        raise HubError(f"there is no directory {path}")
     if path.is_file():
         hint = f"; convert it once with: gnomon get {wanted}" if path.suffix == ".gguf" else ""
         raise HubError(f"{wanted} is a file, not a model directory{hint}")

@@ -55,11 +55,7 @@ def load(path: str | Path) -> LoadedModel:
     can be found out without reading weights is checked first.
     """
     path = Path(path)
-    if not path.is_dir():
-        raise ModelError(f"{path} is not a directory" if path.exists() else f"there is no model directory {path}")
-    config = _read_json(path / "config.json")
-    if config is None:
-        raise ModelError(f"{path / 'config.json'} is missing: this is no MLX model directory")
+    config = read_config(path)
     generation_config = _read_json(path / "generation_config.json") or {}
     refuse(_module_name(path, config))
     _check_weights(path)
@@ -82,6 +78,16 @@ def load(path: str | Path) -> LoadedModel:
         generation_config=generation_config,
         binding=binding,
     )
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The config.json of the model directory at `path`. Raises `ModelError` when there is no such directory, or no such file in it."""
+    if not path.is_dir():
+        raise ModelError(f"{path} is not a directory" if path.exists() else f"there is no model directory {path}")
+    config = _read_json(path / "config.json")
+    if config is None:
+        raise ModelError(f"{path / 'config.json'} is missing: this is no MLX model directory")
+    return config
 
 
 def _read_json(file: Path) -> dict[str, Any] | None:

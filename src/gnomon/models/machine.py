@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
 import subprocess
@@ -18,6 +19,8 @@ import psutil
 
 from gnomon.hub.headers import read_json
 from gnomon.models.fit import UNKNOWN_CHIP_GBPS, sku
+
+log = logging.getLogger(__name__)
 
 FORMAT: Final = 1
 FILE: Final = "bandwidth.json"
@@ -63,10 +66,13 @@ def _remembered(cache: Path, key: str, measure: Callable[[], float]) -> float:
     found = dict(known) if isinstance(known, dict) else {}
     if not isinstance(found.get(key), int | float):
         found[key] = round(measure(), 2)
-        cache.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(f".{os.getpid()}.partial")
-        partial.write_text(json.dumps({"format": FORMAT, "gbps": found}, indent=2) + "\n", encoding="utf-8")
-        partial.replace(path)
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            partial.write_text(json.dumps({"format": FORMAT, "gbps": found}, indent=2) + "\n", encoding="utf-8")
+            partial.replace(path)
+        except OSError as error:
+            log.warning("the measured bandwidth can't be kept, so it is measured again each time: %s", error)
     return float(found[key])
 
 

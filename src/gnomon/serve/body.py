@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 from starlette.types import Receive
 
-from gnomon.serve.errors import APIError, ClientDisconnected, from_validation, invalid, show
+from gnomon.serve.errors import APIError, ClientDisconnected, from_validation, invalid, show, unavailable
 
 T = TypeVar("T")
 Model = TypeVar("Model", bound=BaseModel)
@@ -36,6 +36,9 @@ async def read_body(request: Request, limit: int, timeout: float) -> bytes:
         try:
             async with asyncio.timeout(timeout):
                 message = await request.receive()
+        except asyncio.CancelledError:
+            # Only the server's end cancels a request, and one that hasn't arrived has done nothing yet.
+            raise unavailable("the server stopped before the request had arrived") from None
         except TimeoutError:
             raise APIError(408, f"no byte of the request body came for {timeout:g} s", code="body_timeout") from None
         if message["type"] == "http.disconnect":

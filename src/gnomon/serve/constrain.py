@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from gnomon.chat.constraint import FIELDS, Constraint, ConstraintError, from_fields, instruction
+from gnomon.chat.tool_choice import tool_call
 from gnomon.engine.api import Unenforceable
 from gnomon.serve.errors import invalid
 from gnomon.serve.services import Services
+from gnomon.serve.wire.chat import ChatRequest
+from gnomon.serve.wire.messages import template_tools
 from gnomon.serve.wire.sampling import SamplingFields
 
 logger = logging.getLogger(__name__)
@@ -54,6 +57,20 @@ def demand(fields: SamplingFields, services: Services) -> Demand:
             raise invalid(str(error), wanted.param) from error
         return _unmet(wanted, str(error), enforced=False)
     return _unmet(wanted, _listed(gaps), enforced=True) if gaps else Demand(wanted)
+
+
+def chat_demand(request: ChatRequest, services: Services) -> Demand:
+    """What a chat request demands: a tool call when it insists on one, which outranks a form of the answer. Raises APIError 400."""
+    if not request.demands_call:
+        return demand(request, services)
+    tools = template_tools(request.tools) or []
+    single = request.parallel_tool_calls is False
+    try:
+        wanted = tool_call(services.template.tools, tools, name=request.named_tool, single=single)
+        services.engine.compile(wanted)
+    except (ConstraintError, Unenforceable) as error:
+        raise invalid(str(error), error.param, "unsupported") from error
+    return Demand(wanted)
 
 
 def _unmet(wanted: Constraint, reason: str, *, enforced: bool) -> Demand:

@@ -75,9 +75,9 @@ def convert(
     Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0 matrices keep their values as MLX affine groups of 32; every other quantised kind is dequantised and
     stored as `widen` (float32 keeps its values too); f32, f16 and bf16 stay. Vectors (norms, biases) take the type in which the layers
     compute: float32 beside affine groups, whose values no narrower type holds, else the matrices' own. `progress(done, total)` counts
-    bytes. `provenance` becomes the directory's gnomon.json. An interrupted run leaves only a directory beside the destination, which
-    the next run replaces. Raises `UnsupportedGGUF` for what can't be expressed, `FileExistsError` when the destination exists,
-    `OSError` when it can't be written.
+    bytes. `provenance` becomes the directory's gnomon.json. A failed run leaves nothing, a killed one only a directory beside the
+    destination, which the next run replaces. Raises `UnsupportedGGUF` for what can't be expressed, `FileExistsError` when the
+    destination exists, `OSError` when it can't be written.
     """
     source, destination = Path(source), Path(destination)
     if destination.exists():
@@ -94,16 +94,21 @@ def convert(
     partial = destination.with_name(f".{destination.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    write(Vocabulary.read(metadata), partial)
-    write_json(partial / "config.json", config)
-    if provenance is not None:
-        write_json(partial / "gnomon.json", {**provenance, "source": source.name, "widen": widen})
     total = sum(output.nbytes for output in plan.outputs)
-    with (partial / "model.safetensors").open("wb") as file:
-        _write_safetensors(file, plan.outputs, total, progress)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.rename(destination)
+    try:
+        write(Vocabulary.read(metadata), partial)
+        write_json(partial / "config.json", config)
+        if provenance is not None:
+            write_json(partial / "gnomon.json", {**provenance, "source": source.name, "widen": widen})
+        with (partial / "model.safetensors").open("wb") as file:
+            _write_safetensors(file, plan.outputs, total, progress)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.rename(destination)
+    except BaseException:
+        # A full disk, above all, must not be left full.
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     return Converted(destination, total, plan.affine, plan.widened)
 
 

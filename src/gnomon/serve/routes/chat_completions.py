@@ -25,7 +25,7 @@ from gnomon.chat.tools import (
 )
 from gnomon.engine import api
 from gnomon.serve.body import parse, read_body, until_disconnect
-from gnomon.serve.constrain import demand
+from gnomon.serve.constrain import chat_demand
 from gnomon.serve.errors import APIError, internal, invalid
 from gnomon.serve.generation import Generation, Piece
 from gnomon.serve.prepare import Job, extractor_for, tier
@@ -71,7 +71,7 @@ def prepare(body: bytes, services: Services, trace_id: str) -> ChatJob:
     messages = template_messages(request.messages, model.id)
     offered = request.offered_tools()
     stop, logprobs = request.stops(), request.wanted_logprobs()
-    form = demand(request, services)
+    form = chat_demand(request, services)
     messages = form.told(messages)
     try:
         kwargs = template.thinking_kwargs(

@@ -61,18 +61,35 @@ class ChatRequest(SamplingFields):
     def offered_tools(self) -> list[Tool] | None:
         """The tools to render: none when `tool_choice` is "none". Raises APIError 400 for a choice that can't be enforced."""
         choice: Any = self.tool_choice
-        if choice is None or choice == "auto":
+        if choice in (None, "auto", "required") or self.named_tool is not None:
             return self.tools
         if choice == "none":
             return None
         kind: Any = cast("dict[str, Any]", choice).get("type") if isinstance(choice, dict) else None
-        if choice == "required" or kind in ("function", "allowed_tools", "custom"):
+        if kind in ("allowed_tools", "custom"):
             raise invalid(
-                f'tool_choice {show(choice)} needs a grammar to be enforced; use "auto" or "none"',
+                f'tool_choice {show(choice)} can\'t be enforced; use "auto", "required", "none" or a function',
                 "tool_choice",
                 "unsupported",
             )
-        raise invalid(f'tool_choice must be "none" or "auto", got {show(choice)}', "tool_choice")
+        raise invalid(
+            f'tool_choice must be "none", "auto", "required" or a function, got {show(choice)}', "tool_choice"
+        )
+
+    @property
+    def named_tool(self) -> str | None:
+        """The function that `tool_choice` insists on."""
+        choice: Any = self.tool_choice
+        if not isinstance(choice, dict):
+            return None
+        choice = cast("dict[str, Any]", choice)
+        function: Any = choice.get("function")
+        name: Any = cast("dict[str, Any]", function).get("name") if isinstance(function, dict) else None
+        return name if choice.get("type") == "function" and isinstance(name, str) else None
+
+    @property
+    def demands_call(self) -> bool:
+        return self.tool_choice == "required" or self.named_tool is not None
 
     def refuse_unsupported(self) -> None:
         super().refuse_unsupported()
