@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -145,15 +146,6 @@ def test_without_tools_nothing_is_a_call(client: TestClient, engine: FakeEngine)
         assert ("<tools>" in bytes(i for i in engine.submitted[-1].prompt if i < 256).decode()) is False
 
 
-def test_a_choice_that_must_be_enforced_is_refused(client: TestClient) -> None:
-    named = {"type": "function", "function": {"name": "weather"}}
-    for choice in ("required", named):
-        response = client.post(CHAT, json=user("Hi", tools=TOOLS, tool_choice=choice))
-        assert response.status_code == 400
-        assert response.json()["error"]["param"] == "tool_choice"
-        assert "grammar" in response.json()["error"]["message"]
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_one_call_ends_the_turn_when_parallel_calls_are_off(stream: bool) -> None:
     engine = FakeEngine(None)
@@ -263,3 +255,16 @@ def test_what_one_delta_holds_comes_in_order(client: TestClient, engine: FakeEng
         functions = [one["function"] for one in delta.get("tool_calls", [])]
         order += [function.get("name") or function["arguments"] for function in functions]
     assert order == ["Hm.", "First.", "weather", '{"city": "Ulm"}', "\nThen.", "time", "{}"]
+
+
+def test_an_answer_of_a_demanded_form_is_no_call(engine: FakeEngine) -> None:
+    """Llama writes calls as bare JSON, which an answer in JSON may happen to look like."""
+    source = (Path(__file__).parents[1] / "chat" / "templates" / "llama3.jinja").read_text("utf-8")
+    text = '{"name": "weather", "parameters": {"city": "Ulm"}}'
+    engine.script = lambda job: job.say(text)
+    engine.model = replace(engine.model, context_length=4096)
+    with TestClient(make_app(engine, template=source), base_url="http://localhost") as client:
+        assert ask(client)["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "weather"
+        choice = ask(client, response_format={"type": "json_object"})["choices"][0]
+    assert choice["message"]["content"] == text
+    assert choice["finish_reason"] == "stop"
