@@ -169,11 +169,11 @@ def test_a_row_whose_sampler_raises_fails_alone(
 ) -> None:
     stock = getattr(BatchSampler, stage)
 
-    def raises(self: BatchSampler, *args: Any) -> Drawn | None:
+    def raises(self: BatchSampler, *args: Any, **kwargs: Any) -> Drawn | None:
         # Two steps go well, so that a step is in flight when it happens.
         if any(row.seed == 666 and step >= 2 for row, step in zip(self._rows, self.steps, strict=True)):
             raise ValueError("injected")
-        return stock(self, *args)
+        return stock(self, *args, **kwargs)
 
     monkeypatch.setattr(BatchSampler, stage, raises)
     rig = Rig(tiny_loaded())

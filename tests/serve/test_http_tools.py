@@ -15,6 +15,8 @@ from fake_engine import FakeEngine, Job, Live, live_server, logprob, make_app, p
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from starlette.testclient import TestClient
 
+from gnomon.engine.api import Unenforceable
+
 CHAT = "/v1/chat/completions"
 TEMPLATE = (Path(__file__).parents[1] / "chat" / "templates" / "qwen3.jinja").read_text("utf-8")
 TOOLS = [
@@ -144,6 +146,21 @@ def test_without_tools_nothing_is_a_call(client: TestClient, engine: FakeEngine)
         assert choice["message"] == {"role": "assistant", "content": call(), "refusal": None}
         assert choice["finish_reason"] == "stop"
         assert ("<tools>" in bytes(i for i in engine.submitted[-1].prompt if i < 256).decode()) is False
+
+
+def test_a_choice_that_must_be_enforced_is_or_is_refused(client: TestClient, engine: FakeEngine) -> None:
+    named = {"type": "function", "function": {"name": "weather"}}
+    for choice in ("required", named):
+        engine.unenforceable = None
+        assert client.post(CHAT, json=user("Hi", tools=TOOLS, tool_choice=choice)).status_code == 200
+        constraint = engine.submitted[-1].constraint
+        assert constraint is not None
+        assert (constraint.kind, constraint.param) == ("grammar", "tool_choice")
+        engine.unenforceable = Unenforceable("grammars are switched off", "tool_choice", "grammar_off")
+        response = client.post(CHAT, json=user("Hi", tools=TOOLS, tool_choice=choice))
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "tool_choice"
+        assert "grammar" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
