@@ -109,10 +109,12 @@ def plan(request: ChatRequest, services: Services, trace_id: str, name: str) -> 
         tier=tier(services, request),
         warnings=((NO_FORMAT,) if tools and template.tools is None else ()) + form.warnings,
     )
+    # An answer held to a form may look like a call and is none.
+    allowed = tools if form.constraint is None or request.demands_call else None
     return ChatJob(
         job,
         lambda: template.splitter(rendered.generation_prompt),
-        extractor_for(template.tools, tools, single=request.parallel_tool_calls is False),
+        extractor_for(template.tools, allowed, single=request.parallel_tool_calls is False),
         logprobs is not None,
     )
 
