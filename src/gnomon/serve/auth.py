@@ -61,7 +61,9 @@ class HostDoor:
             if not self.allows(header):
                 refusal = APIError(
                     403,
-                    f"Host {show(header)} is not served here; start the server with --allowed-host {host_name(header)} to allow it",
+                    f"Host {show(header)} is not served here; start the server with --allowed-host {host_name(header)} to allow it"
+                    if header.strip()
+                    else "a Host header is required, and it has to name this server",
                     param="Host",
                     code="host_not_allowed",
                 )
