@@ -22,7 +22,7 @@ import platformdirs
 from gnomon.engine.api import HLG, HLGPivot, SamplingParams
 from gnomon.options import ConfigError, Given, Setting, Take, TakeFlag, kind_of, option
 
-KiB, MiB = 1 << 10, 1 << 20
+KiB, MiB, GiB = 1 << 10, 1 << 20, 1 << 30
 GB = 10**9
 BUILT_IN_TEMPERATURE = 0.7
 
@@ -73,6 +73,25 @@ class EngineConfig:
         high=1e6,
         unit="GB",
         scale=GB,
+    )
+    prompt_cache: int = option(
+        8 * GiB,
+        "memory for states of prompts and answers, so that none is computed twice; 0 is off, and no more than half of what "
+        "the model's weights leave is taken",
+        low=0,
+        high=1e6,
+        unit="GiB",
+        scale=GiB,
+    )
+    checkpoint_every: int = option(
+        4096,
+        "prompt tokens between checkpoints of models whose state can't be cut (recurrent layers, sliding windows)",
+        low=16,
+        high=1e9,
+        unit="tokens",
+    )
+    cache_retention: Literal["lru", "cost-size"] = option(
+        "lru", "which states go first: those used longest ago, or those that save least work per byte"
     )
     stall_timeout: float = option(
         300.0, "the engine counts as stalled when its loop hasn't turned for so long", low=1, high=86_400, unit="s"
@@ -145,6 +164,9 @@ class HTTPConfig:
     )
     body_limit: int = option(64 * MiB, "largest request body", low=0.001, high=16_384, unit="MiB", scale=MiB)
     header_limit: int = option(64 * KiB, "largest request head", low=1, high=1024, unit="KiB", scale=KiB)
+    stable_prompts: bool = option(
+        True, "move lines that known clients change with every request off the front of system prompts"
+    )
     preparation_queue: int = option(64, "requests that may wait for rendering and tokenising", low=1, high=1_000_000)
     shutdown_timeout_ms: int = option(
         120_000, "how long open requests may finish after SIGTERM", low=0, high=86_400_000, unit="ms"

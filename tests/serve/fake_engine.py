@@ -8,7 +8,7 @@ import json
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
@@ -70,6 +70,9 @@ class ByteTokenizer:
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         return [256] * special + list(text.encode())
+
+    def decode(self, ids: Iterable[int], *, hide: bool = True) -> str:
+        return b"".join(b"<s>" * (not hide) if i > 255 else bytes([i]) for i in ids).decode(errors="replace")
 
     def piece(self, token: int) -> str:
         return f"<0x{token:02X}>"

@@ -11,7 +11,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from starlette.testclient import TestClient
 
 from gnomon.config import SamplingDefaults
-from gnomon.engine.api import HLG, SamplingParams
+from gnomon.engine.api import HLG, CacheMiss, SamplingParams
 
 CHAT = "/v1/chat/completions"
 
@@ -56,6 +56,7 @@ def test_a_whole_answer(client: TestClient, engine: FakeEngine) -> None:
         "total_tokens": 25,
         "prompt_tokens_details": {"cached_tokens": 0},
         "completion_tokens_details": {"reasoning_tokens": 0},
+        "cache": {"tier": "none", "tokens": 0, "miss": None},
         "lane": "serial",
         "tier": "L1",
     }
@@ -80,7 +81,8 @@ def test_usage_comes_in_a_last_chunk_without_choices_when_asked_for(client: Test
     def script(job: Job) -> None:
         job.delta("A")
         job.finish("length")
-        job.end(cached_tokens=7, lane="batched", tier="L2")
+        miss = CacheMiss("edited text", 7)
+        job.end(cached_tokens=7, lane="batched", tier="L2", cache_tier="ram", cache_miss=miss)
 
     engine.script = script
     chunks = stream(client, **user("Hi", stream_options={"include_usage": True}))
@@ -92,6 +94,7 @@ def test_usage_comes_in_a_last_chunk_without_choices_when_asked_for(client: Test
         "total_tokens": 21,
         "prompt_tokens_details": {"cached_tokens": 7},
         "completion_tokens_details": {"reasoning_tokens": 0},
+        "cache": {"tier": "ram", "tokens": 7, "miss": {"kind": "edited text", "position": 7}},
         "lane": "batched",
         "tier": "L2",
     }

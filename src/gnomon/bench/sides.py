@@ -263,7 +263,8 @@ class GnomonSide:
         unknown = sorted(set(settings) - set(known))
         if unknown:
             raise ValueError(f"unknown Gnomon setting {unknown[0]!r}; known: {', '.join(known)}")
-        config = replace(EngineConfig(), **settings)
+        # Repeated prompts are to be computed each time.
+        config = replace(EngineConfig(prompt_cache=0), **settings)
         tokenizer = Tokenizer.load(path)
         self._depth, self._seed = 0, 0
         self._engine = Engine(lambda: self._load(path), tokenizer, config, prime=self._prime)

@@ -70,6 +70,10 @@ class Request:
     ignore_eos: bool = False
     n: int = 1
     trace_id: str | None = None
+    boundary: int | None = None
+    """Position in the prompt at which its template opens the answer: the next turn has the same tokens up to there."""
+    namespace: str = ""
+    """States are reused only within one: whatever else than the tokens changes a forward belongs into its name."""
     constraint: Constraint | None = None
     thinking: Thinking | None = None
 
@@ -93,6 +97,17 @@ class TokenLogprob:
     top: tuple[TopLogprob, ...] = ()
 
 
+CacheTier = Literal["none", "ram", "ssd"]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheMiss:
+    """Why no more of a prompt was reused: the kind, and the position of the token that had to be computed."""
+
+    kind: str
+    position: int
+
+
 @dataclass(frozen=True, slots=True)
 class Usage:
     """Token counts and times of one request. `completion_tokens` sums over its choices and counts an end-of-sequence token."""
@@ -105,6 +120,9 @@ class Usage:
     decode_seconds: float = 0.0
     tier: Literal["L1", "L2", "Lab"] = "L1"
     lane: Literal["serial", "batched"] = "serial"
+    cache_tier: CacheTier = "none"
+    """Where the reused tokens' state came from."""
+    cache_miss: CacheMiss | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
@@ -15,7 +15,9 @@ from gnomon.state.batch_state import BatchState
 class Batch:
     """Rows enter and leave between steps. `pending` [B, 1] int32 may be lazy: the tokens of a step that was not read back yet."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_leave: Callable[[Row, BatchState, int], None] | None = None) -> None:
+        """`on_leave` is told of a closed row, and which row of the state is its, before it goes."""
+        self.on_leave = on_leave
         self.rows: list[Row] = []
         """Replaced, never changed in place: a step in flight keeps the list it was built over."""
         self.state: BatchState | None = None
@@ -67,6 +69,9 @@ class Batch:
         """Let go of the rows that were closed."""
         closed = [b for b, row in enumerate(self.rows) if not row.open]
         if closed and self.state is not None:
+            if self.on_leave is not None:
+                for b in closed:
+                    self.on_leave(self.rows[b], self.state, b)
             self.keep(self.state.order_without(closed))
 
     def keep(self, rows: Sequence[int]) -> None:

@@ -45,9 +45,14 @@ class Budget:
 
     def has_room(self, jobs: Iterable[Job]) -> bool:
         """Whether these requests fit together, each grown to its limit."""
+        left = self.left(jobs)
+        return left is None or left >= 0
+
+    def left(self, jobs: Iterable[Job]) -> int | None:
+        """Bytes of the limit that these requests leave, each grown to its own; negative if they don't fit, None without a limit."""
         if self.limit is None:
-            return True
-        return self._total([(len(job.prompt) + job.limit, job.num_unfinished) for job in jobs]) <= self.limit
+            return None
+        return int(self.limit - self._total([(len(job.prompt) + job.limit, job.num_unfinished) for job in jobs]))
 
     def _total(self, choices: Iterable[tuple[int, int]]) -> float:
         """Weights, states of (context, number of choices), and the transient of one prefill window, in bytes."""

@@ -15,11 +15,13 @@ from gnomon.engine.budget import Budget
 from gnomon.engine.counters import Counters
 from gnomon.engine.heart import Heart
 from gnomon.engine.mailbox import Cancel, Mailbox, Stop, Submit
+from gnomon.engine.reuse import Reuse, cache_bytes
 from gnomon.engine.row import Job, ProposerFactory, Row
 from gnomon.engine.runner import Runner, forked
 from gnomon.engine.scheduler import Prepared, Scheduler
 from gnomon.models.load import LoadedModel
 from gnomon.state.batch_state import BatchState
+from gnomon.state.prefix import PrefixCache
 from gnomon.trace import OFF, Phase, Tracer, Value
 
 log = logging.getLogger(__name__)
@@ -66,12 +68,18 @@ class Core:
         self.tracer = tracer
         self.eos_ids = frozenset({*loaded.eos_token_ids, *tokenizer.eos_ids})
         binding = loaded.binding
+        self.budget = budget
+        size = cache_bytes(config.prompt_cache, budget)
+        cache = PrefixCache(size, config.cache_retention) if size else None
+        self.reuse = Reuse(self.runner, cache, lambda ids: tokenizer.decode(ids, hide=False))
         self.scheduler = Scheduler(
             rows=config.batch if binding.batchable else 1,
             chunk=config.prefill_chunk,
             may_group=binding.batchable and binding.pad_safe,
-            new_prefill=lambda jobs: self.runner.new_prefill([job.prompt for job in jobs]),
-            has_memory=lambda job: budget.has_room([job, *(other for other in self.jobs.values() if other.admitted)]),
+            new_prefill=self.reuse.new_prefill,
+            has_memory=self.has_memory,
+            num_cached=self.reuse.num_cached,
+            may_join=self.reuse.may_join,
         )
         self.jobs: dict[str, Job] = {}
         """Open requests that reached this thread."""
@@ -80,7 +88,7 @@ class Core:
         self.num_spans = 0
         self.num_rebuilds = 0
         """Shared steps that failed since one went well."""
-        self.batch = Batch()
+        self.batch = Batch(self.reuse.left)
         self.stepper = self.runner.new_stepper(self.batch)
         self.take_gauges()
 
@@ -128,6 +136,15 @@ class Core:
             self.tracer.span(job.request.id, "queue", job.submitted, job.admitted)
             self.counters.prompt_tokens += len(job.prompt)
 
+    def has_memory(self, job: Job | None = None) -> bool:
+        """Whether a request fits beside those admitted. What is reused gives way to them."""
+        jobs = [other for other in self.jobs.values() if other.admitted and other.open]
+        left = self.budget.left(jobs if job is None else [job, *jobs])
+        if left is not None and left < 0:
+            return False
+        self.reuse.allow(left)
+        return True
+
     def prefill(self) -> None:
         """Advance one preparation by one window."""
         preparation = self.scheduler.next_preparation()
@@ -142,6 +159,7 @@ class Core:
                 jobs[0].fail(error)
             else:
                 self.prefill_apart(jobs, error)
+            self.scheduler.done(preparation)
             if not any(job.open for job in jobs):
                 self.runner.probe()
             return
@@ -153,8 +171,11 @@ class Core:
                 job.tell_progress(min(prefill.done, len(job.prompt) - 1))
             except Exception as error:  # noqa: BLE001  (a sink's failure is its request's own)
                 job.fail(error)
-        if prefill.finished:
-            for job in jobs:
+        if not prefill.finished:
+            self.reuse.advanced(jobs[0], prefill)
+        else:
+            for b, job in enumerate(jobs):
+                self.reuse.prefilled(job, prefill.state, b)
                 job.prefilled = time.monotonic()
             self.scheduler.done(preparation)
             self.begin(jobs, prefill.state)
@@ -175,6 +196,7 @@ class Core:
         rows = self.batch.num_open
         if not rows:
             self.stepper.flight = None
+            self.batch.drop_closed()
             return
         self.heart.beat("decoding")
         counters = self.counters
@@ -203,11 +225,14 @@ class Core:
         for job in [job for job in self.jobs.values() if not job.open]:
             del self.jobs[job.request.id]
             self.counters.ended(job)
+            self.reuse.ended(job)
             self.trace_end(job)
             self.on_close(job)
+            self.has_memory()
 
     def rest(self) -> None:
-        """Nothing is open: hold no state and no spare memory, and see that the books are straight."""
+        """Nothing is open: hold no rows and no spare memory, and see that the books are straight."""
+        self.batch.drop_closed()
         self.close()
         self.check_integrity()
         self.take_gauges()
@@ -274,6 +299,7 @@ class Core:
         self.counters.recoveries += 1
         for job in jobs:
             if job.open:
+                job.num_cached, job.miss = 0, None
                 try:
                     prefill = self.runner.prefill_alone(job.prompt)
                 except Exception as own:  # noqa: BLE001  (this request alone was in the window)
@@ -341,6 +367,7 @@ class Core:
     def check_integrity(self) -> None:
         """Raise RuntimeError when the books of an idle core aren't empty."""
         self.batch.check_integrity()
+        self.reuse.check_integrity()
         scheduler = self.scheduler
         if scheduler.has_work or self.batch.rows or scheduler.num_reserved:
             raise RuntimeError(
@@ -352,8 +379,8 @@ class Core:
         """Read what only this thread may read: sizes of arrays and MLX's memory."""
         counters = self.counters
         states = [self.batch.state, *(ready.state for ready in self.scheduler.prepared)]
-        if self.scheduler.long is not None:
-            states.append(self.scheduler.long.prefill.state)
+        under_way = (self.scheduler.long, self.scheduler.short)
+        states += [one.prefill.state for one in under_way if one is not None]
         counters.kv_bytes = sum(state.nbytes() for state in states if state is not None)
         counters.active_rows = self.batch.num_open
         counters.memory = {

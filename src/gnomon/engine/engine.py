@@ -252,6 +252,7 @@ class Engine:
                 "open_requests": len(jobs),
             },
             **stats.snapshot(self._counters, self.config, self._model, self._budget, jobs),
+            **({"prompt_cache": self._core.reuse.stats()} if self._core is not None else {}),
             "kernels": dict(self._kernels.stats()),
         }
 

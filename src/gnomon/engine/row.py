@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from gnomon.chat.tokenizer import Tokenizer
 from gnomon.engine.api import (
+    CacheMiss,
     ChoiceFinished,
     Delta,
     Event,
@@ -24,6 +25,7 @@ from gnomon.engine.output import TextOutput, token_logprob
 from gnomon.engine.sampling import RowSampling, Score
 from gnomon.grammar import Compiled
 from gnomon.propose import Proposer
+from gnomon.state.prefix import Miss
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +48,9 @@ class Job:
         self.cancelled = False
         self.error: Exception | None = None
         self.batched = False
+        self.num_cached = 0
+        """Prompt tokens whose state was lent."""
+        self.miss: Miss | None = None
         self.num_generated = 0
         self.submitted = time.monotonic()
         self.admitted = 0.0
@@ -126,6 +131,9 @@ class Job:
             prefill_seconds=first - admitted,
             decode_seconds=now - first,
             lane="batched" if self.batched else "serial",
+            cached_tokens=self.num_cached,
+            cache_tier="ram" if self.num_cached else "none",
+            cache_miss=None if self.miss is None else CacheMiss(self.miss.kind, self.miss.position),
         )
 
     def _tell(self, event: Event | None) -> None:

@@ -16,6 +16,7 @@ from gnomon.engine.row import Row
 from gnomon.engine.step import MAX_PROPOSALS, Stepper
 from gnomon.models.load import LoadedModel
 from gnomon.state.batch_state import BatchState
+from gnomon.state.snapshot import RowSnapshot
 
 
 class DeviceFailed(RuntimeError):
@@ -56,8 +57,29 @@ class Runner:
             mask_ndim=binding.mask_ndim,
         )
 
-    def new_prefill(self, prompts: Sequence[Sequence[int]]) -> Prefill:
-        return Prefill(self.loaded.model, self._new_primed, prompts, self.config.prefill_chunk)
+    def restored(self, snapshot: RowSnapshot) -> BatchState:
+        """A state with a snapshot's bits."""
+        binding = self.loaded.binding
+        return BatchState.restore(
+            self.loaded.model,
+            binding.make_caches(),
+            snapshot,
+            pad_safe=binding.pad_safe,
+            slack=MAX_PROPOSALS,
+            mask_ndim=binding.mask_ndim,
+        )
+
+    def new_prefill(
+        self,
+        prompts: Sequence[Sequence[int]],
+        held: Sequence[BatchState | None] | None = None,
+        stops: Sequence[int] = (),
+    ) -> Prefill:
+        """A prefill of these prompts. `held` are the states that exist already of their beginnings; they are used up."""
+        held = held or [None] * len(prompts)
+        starts = [0 if one is None else one.lengths[0] for one in held]
+        states = [self._new_primed() if one is None else one for one in held]
+        return Prefill(self.loaded.model, states, prompts, self.config.prefill_chunk, starts, stops)
 
     def new_stepper(self, batch: Batch) -> Stepper:
         loaded = self.loaded

@@ -43,9 +43,15 @@ class Scheduler:
     new_prefill: NewPrefill
     has_memory: Callable[[Job], bool]
     """Whether a request fits beside those admitted."""
+    num_cached: Callable[[Job], int] = lambda _: 0
+    """Prompt tokens whose state would be lent now."""
+    may_join: Callable[[Job, Sequence[Job]], bool] = lambda _job, _group: True
+    """Whether prefilling a request with these loses nothing: it may do better to wait for what they compute."""
     waiting: deque[Job] = field(default_factory=deque[Job])
     admitted: deque[Job] = field(default_factory=deque[Job])
     long: Preparation | None = None
+    short: Preparation | None = None
+    """Short prompts under way; one that pauses for a checkpoint takes more than one turn."""
     prepared: deque[Prepared] = field(default_factory=deque[Prepared])
     num_running: int = 0
     """Rows decoding now; the owner of the batch keeps it up to date."""
@@ -57,7 +63,8 @@ class Scheduler:
 
     @property
     def num_reserved(self) -> int:
-        jobs = [*self.admitted, *(self.long.jobs if self.long else ())]
+        under_way = [job for one in (self.long, self.short) if one is not None for job in one.jobs]
+        jobs = [*self.admitted, *under_way]
         return sum(self.need(job) for job in jobs if job.open)
 
     @property
@@ -66,11 +73,11 @@ class Scheduler:
 
     @property
     def num_preparing(self) -> int:
-        return len(self.admitted) + (self.long is not None)
+        return len(self.admitted) + (self.long is not None) + (self.short is not None)
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.admitted or self.long or self.prepared)
+        return bool(self.waiting or self.admitted or self.long or self.short or self.prepared)
 
     def may_admit(self, job: Job) -> bool:
         """Rows freed up go to the remaining choices of a running request first."""
@@ -91,17 +98,21 @@ class Scheduler:
             if first is not None:
                 self.admitted.remove(first)
                 self.long = Preparation([first], self.new_prefill([first]))
-        if self.long is not None and not (self._short_turn and any(map(self._is_short, self.admitted))):
+        has_short = self.short is not None or any(map(self._is_short, self.admitted))
+        if self.long is not None and not (self._short_turn and has_short):
             self._short_turn = True
             return self.long
         self._short_turn = False
-        group = self._take_group()
-        return Preparation(group, self.new_prefill(group)) if group else None
+        if self.short is None and (group := self._take_group()):
+            self.short = Preparation(group, self.new_prefill(group))
+        return self.short
 
     def done(self, preparation: Preparation) -> None:
         """A preparation has finished: its rows run now."""
         if preparation is self.long:
             self.long = None
+        if preparation is self.short:
+            self.short = None
 
     def drop_closed(self) -> None:
         """Forget requests that ended while they waited or were prepared."""
@@ -110,9 +121,15 @@ class Scheduler:
         self.prepared = deque(ready for ready in self.prepared if ready.job.open)
         if self.long is not None and not self.long.jobs[0].open:
             self.long = None
+        if self.short is not None and not any(job.open for job in self.short.jobs):
+            self.short = None
+
+    def _drain(self, job: Job) -> int:
+        """Prompt tokens to prefill."""
+        return len(job.prompt) - 1 - self.num_cached(job)
 
     def _is_short(self, job: Job) -> bool:
-        return len(job.prompt) - 1 <= self.chunk
+        return self._drain(job) <= self.chunk
 
     def _is_long(self, job: Job) -> bool:
         return not self._is_short(job)
@@ -122,10 +139,12 @@ class Scheduler:
         group: list[Job] = []
         width = 0
         for job in filter(self._is_short, self.admitted):
-            drain = len(job.prompt) - 1
+            drain = self._drain(job)
             wider = max(width, drain)
-            # A one-token prompt has nothing to drain: it joins the batch as it is, alone.
+            # A prompt with nothing to drain joins the batch as it is, alone.
             if group and (not self.may_group or not drain or not width or wider * (len(group) + 1) > self.chunk):
+                break
+            if group and not self.may_join(job, group):
                 break
             group.append(job)
             width = wider

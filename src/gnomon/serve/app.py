@@ -11,8 +11,9 @@ from starlette.middleware.cors import CORSMiddleware
 from gnomon.chat.template import ChatTemplate
 from gnomon.config import HTTPConfig, SamplingDefaults
 from gnomon.engine.api import Engine
-from gnomon.serve import errors, schema
+from gnomon.serve import errors, schema, volatile
 from gnomon.serve.auth import HostDoor, KeyDoor, OriginDoor
+from gnomon.serve.history import History
 from gnomon.serve.limits import TRACE_HEADER, RequestFrame
 from gnomon.serve.metrics import Metrics
 from gnomon.serve.preparation import PreparationPool
@@ -25,7 +26,7 @@ from gnomon.serve.wire.responses import ResponsesRequest
 from gnomon.trace import OFF, Tracer
 
 ROUTES = (chat_completions, completions, messages, responses, models, root, health, stats, metrics)
-EXPOSED = ("x-request-id", "request-id", TRACE_HEADER, "x-gnomon-tier", "retry-after", "warning")
+EXPOSED = ("x-request-id", "request-id", TRACE_HEADER, "x-gnomon-tier", volatile.HEADER, "retry-after", "warning")
 
 
 def _endpoints() -> Iterator[str]:
@@ -68,6 +69,8 @@ def create_app(
         timing=timing or Timing(),
         metrics=Metrics(engine),
         preparation=PreparationPool(http.preparation_queue),
+        chat_history=History(tokenizer),
+        text_history=History(tokenizer),
         owner=owner,
         tracer=tracer,
         endpoints=tuple(sorted(_endpoints())),

@@ -46,6 +46,7 @@ class Choice:
     extractor: Extractor | None = None
     held: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
     reasoning_tokens: int = 0
+    ids: list[int] = field(default_factory=list[int])
     malformed: list[str] = field(default_factory=list[str])
     """Why text that looked like a tool call is none."""
     ended: bool = False
@@ -66,6 +67,7 @@ class Choice:
         if thought or self.splitter.thinking or any(one.kind == "reasoning" for one in segments):
             self.reasoning_tokens += len(event.ids)
         self.held += event.logprobs
+        self.ids += event.ids
         parts = self._parts(segments)
         if self.extractor is not None and self.extractor.over:
             self.ended = True
@@ -195,8 +197,15 @@ class Generation:
         prompt_field: str,
         splitter: Callable[[], Splitter] = PlainSplitter,
         extractor: Callable[[], Extractor] | None = None,
+        *,
+        remember: Callable[[Request, Sequence[int]], None] | None = None,
     ) -> None:
-        """Submits the requests. Raises APIError when the engine refuses them; `prompt_field` is what clients call the prompt."""
+        """Submits the requests. Raises APIError when the engine refuses them; `prompt_field` is what clients call the prompt.
+
+        `remember` is given the tokens of every choice when the answer has ended, on another thread.
+        """
+        self._requests = requests
+        self._remember = remember
         self._services = services
         self._endpoint = endpoint
         self._assembly = Assembly(requests, splitter, extractor)
@@ -273,4 +282,12 @@ class Generation:
         if not self._closed:
             self._closed = True
             self._stream.close()
+            if self._remember is not None:
+                self._services.preparation.later(self._remember_all)
             self._services.metrics.ended(self._endpoint, self._outcome)
+
+    def _remember_all(self) -> None:
+        requests = {request.id: request for request in self._requests}
+        for (request_id, _), choice in self._assembly.choices.items():
+            if self._remember is not None and choice.ids:
+                self._remember(requests[request_id], choice.ids)

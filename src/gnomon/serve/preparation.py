@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
@@ -51,6 +52,12 @@ class PreparationPool:
 
         future.add_done_callback(release)
         return await asyncio.wrap_future(future)
+
+    def later(self, work: Callable[[], object]) -> None:
+        """Do `work` on a thread when one is free; nobody waits for it, and what it raises is its own to handle."""
+        # None takes it after `close`.
+        with contextlib.suppress(RuntimeError):
+            self._executor.submit(work)
 
     def _release(self) -> None:
         self._held -= 1

@@ -8,6 +8,7 @@ from typing import Any
 
 from gnomon.chat.tools import Extractor, ToolFormat, Tools
 from gnomon.engine.api import Request
+from gnomon.serve import volatile
 from gnomon.serve.errors import invalid, show
 from gnomon.serve.services import Services
 from gnomon.serve.wire.sampling import SamplingFields
@@ -24,11 +25,15 @@ class Job:
     usage: bool
     tier: str
     warnings: tuple[str, ...] = ()
+    moved: tuple[str, ...] = ()
+    """Names of the lines that were moved out of the prompt."""
 
     def headers(self, tier: str | None = None) -> dict[str, str]:
         headers = {"x-gnomon-tier": tier or self.tier}
         if self.warnings:
             headers["warning"] = ", ".join(f'299 gnomon "{text}"' for text in self.warnings)
+        if self.moved:
+            headers[volatile.HEADER] = ", ".join(self.moved)
         return headers
 
 

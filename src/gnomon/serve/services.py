@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Protocol, cast
@@ -12,6 +13,7 @@ from fastapi import Request
 from gnomon.chat.template import ChatTemplate
 from gnomon.config import HTTPConfig, SamplingDefaults
 from gnomon.engine.api import Engine
+from gnomon.serve.history import History
 from gnomon.serve.metrics import Metrics
 from gnomon.serve.preparation import PreparationPool
 from gnomon.serve.response_store import ResponseStore
@@ -29,6 +31,10 @@ class Vocabulary(Protocol):
 
     def encode(self, text: str, *, special: bool = ...) -> list[int]:
         """Token ids of `text`, with the tokens that the tokenizer itself adds when `special`."""
+        ...
+
+    def decode(self, ids: Iterable[int], *, hide: bool = ...) -> str:
+        """Text of ids; with `hide` false special tokens are written out."""
         ...
 
     def piece(self, token: int) -> str:
@@ -61,6 +67,10 @@ class Services:
     metrics: Metrics
     preparation: PreparationPool
     owner: str
+    chat_history: History
+    """Of rendered conversations."""
+    text_history: History
+    """Of raw prompts, which the tokenizer may have put a token of its own before."""
     endpoints: tuple[str, ...]
     """Method and path of every route."""
     tracer: Tracer = OFF

@@ -16,7 +16,7 @@ from gnomon.state.recurrent import RecurrentLayer
 from gnomon.state.replay import watch
 from gnomon.state.rows import Rows
 from gnomon.state.sliding import SlidingLayer
-from gnomon.state.snapshot import RowSnapshot
+from gnomon.state.snapshot import LayerSnapshot, RowSnapshot
 
 DEFAULT_SLACK = 16
 
@@ -202,6 +202,27 @@ class BatchState:
         if not 0 <= row < self.num_rows:
             raise ValueError(f"row must lie in 0..{self.num_rows - 1}, got {row}")
         return RowSnapshot(self.rows.lengths[row], tuple(layer.snapshot(row) for layer in self.layers))
+
+    def can_cut(self, length: int) -> bool:
+        """Whether the state of a row of `length` tokens holds all its earlier states."""
+        return all(layer.can_cut(length) for layer in self.layers)
+
+    def cut(self, row: int, start: int, stop: int) -> list[LayerSnapshot | None]:
+        """What positions `start..stop` of a row added, by layer, copied out; None for layers that can't be cut at the row's length.
+
+        Lazy, like `snapshot`. Raises `ValueError` for positions the row doesn't have.
+        """
+        self._must_be_closed()
+        length = self.rows.lengths[row]
+        if not 0 <= start < stop <= length:
+            raise ValueError(f"positions {start}..{stop} are not within the row's {length} tokens")
+        return [layer.cut(row, start, stop) if layer.can_cut(length) else None for layer in self.layers]
+
+    def uncut(self, row: int) -> dict[int, LayerSnapshot]:
+        """Copies of the states of a row's layers that can't be cut at its length, by number of the layer. Lazy, like `snapshot`."""
+        self._must_be_closed()
+        length = self.rows.lengths[row]
+        return {i: layer.snapshot(row) for i, layer in enumerate(self.layers) if not layer.can_cut(length)}
 
     def fork(self, row: int) -> BatchState:
         """An independent copy of one row. Lazy, like `snapshot`."""

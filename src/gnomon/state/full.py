@@ -157,6 +157,17 @@ class FullLayer(LayerState):
         }
         return LayerSnapshot("full", arrays, {"length": length})
 
+    def can_cut(self, length: int) -> bool:  # noqa: ARG002  (every position is kept)
+        return True
+
+    def cut(self, row: int, start: int, stop: int) -> LayerSnapshot:
+        keys, values = self.keys, self.values
+        numbers = {"length": stop - start}
+        if keys is None or values is None:
+            return LayerSnapshot("full", {}, numbers)
+        part = (slice(row, row + 1), slice(None), slice(start, stop))
+        return LayerSnapshot("full", {"keys": copied(keys[part]), "values": copied(values[part])}, numbers)
+
     def restore(self, snapshot: LayerSnapshot) -> None:
         self._lone, self._buffer = KVCache(), RowBuffer(1)
         if snapshot.arrays:

@@ -52,6 +52,14 @@ class LayerState(ABC):
     def snapshot(self, row: int) -> LayerSnapshot:
         """A copy of one row's state."""
 
+    def can_cut(self, length: int) -> bool:  # noqa: ARG002  (most kinds either always can or never)
+        """Whether the state after `length` tokens holds every earlier state: `cut` then gives any stretch of it."""
+        return False
+
+    def cut(self, row: int, start: int, stop: int) -> LayerSnapshot:
+        """A copy of what the row's positions `start..stop` added. Raises ValueError where `can_cut` is false."""
+        raise ValueError(f"a {self.kind} layer can't be cut at {start}..{stop} of row {row}")
+
     @abstractmethod
     def restore(self, snapshot: LayerSnapshot) -> None:
         """Become the one row of the snapshot; this state must be a lone empty row."""

@@ -192,6 +192,22 @@ class SlidingLayer(LayerState):
         arrays = {"keys": copied(keys[:, :, :used]), "values": copied(values[:, :, :used])}
         return LayerSnapshot("sliding", arrays, numbers | {"index": index})
 
+    def can_cut(self, length: int) -> bool:
+        # A row of just `window` tokens may have had tokens taken back, and then its oldest slot holds anything.
+        return length < self.window
+
+    def cut(self, row: int, start: int, stop: int) -> LayerSnapshot:
+        length = self.rows.lengths[row]
+        if not self.can_cut(length):
+            raise ValueError(f"a row of {length} tokens has lost keys of a window of {self.window}: it can't be cut")
+        numbers = {"length": stop - start, "window": self.window}
+        keys, values = self.keys, self.values
+        if keys is None or values is None:
+            return LayerSnapshot("sliding", {}, numbers)
+        # Before it wraps, position p is at slot p in either layout.
+        part = (slice(row, row + 1), slice(None), slice(start, stop))
+        return LayerSnapshot("sliding", {"keys": copied(keys[part]), "values": copied(values[part])}, numbers)
+
     def restore(self, snapshot: LayerSnapshot) -> None:
         numbers = snapshot.numbers
         if numbers["window"] != self.window:

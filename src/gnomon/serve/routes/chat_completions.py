@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
 
@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from gnomon.chat.messages import ChatError
 from gnomon.chat.reasoning import Splitter
+from gnomon.chat.template import Rendered
 from gnomon.chat.tools import (
     CallArguments,
     CallEnd,
@@ -24,6 +25,7 @@ from gnomon.chat.tools import (
     collected,
 )
 from gnomon.engine import api
+from gnomon.serve import volatile
 from gnomon.serve.body import parse, read_body, until_disconnect
 from gnomon.serve.constrain import chat_demand
 from gnomon.serve.errors import APIError, internal, invalid
@@ -57,6 +59,8 @@ class ChatJob:
     """A conversation ready for the engine."""
 
     job: Job
+    text: str
+    """The rendered conversation."""
     splitter: Callable[[], Splitter]
     extractor: Callable[[], Extractor] | None
     logprobs: bool
@@ -76,6 +80,7 @@ def plan(request: ChatRequest, services: Services, trace_id: str, name: str) -> 
     model = services.engine.model
     template = services.template
     messages = template_messages(request.messages, model.id)
+    messages, moved = volatile.settle(messages) if services.http.stable_prompts else (messages, ())
     offered = request.offered_tools()
     stop, logprobs = request.stops(), request.wanted_logprobs()
     form = chat_demand(request, services)
@@ -88,15 +93,17 @@ def plan(request: ChatRequest, services: Services, trace_id: str, name: str) -> 
         rendered = template.render(messages, tools, **kwargs)
     except ChatError as error:
         raise invalid(str(error), error.param, error.code) from error
+    ids = services.chat_history.encode(rendered.text) or tuple(rendered.ids)
     engine_request = api.Request(
         id=name,
-        prompt=tuple(rendered.ids),
+        prompt=ids,
         sampling=request.sampling(services.sampling, model.vocab_size, logprobs, rendered.thinking),
         max_tokens=request.cap or services.sampling.max_tokens,
         stop=stop,
         ignore_eos=bool(request.ignore_eos),
         n=request.n or 1,
         trace_id=trace_id,
+        boundary=boundary_of(rendered, ids),
         constraint=form.constraint,
         thinking=template.thinking(rendered) if form.constraint is not None else None,
     )
@@ -108,11 +115,13 @@ def plan(request: ChatRequest, services: Services, trace_id: str, name: str) -> 
         usage=request.wants_usage,
         tier=tier(services, request),
         warnings=((NO_FORMAT,) if tools and template.tools is None else ()) + form.warnings,
+        moved=moved,
     )
     # An answer held to a form may look like a call and is none.
     allowed = tools if form.constraint is None or request.demands_call else None
     return ChatJob(
         job,
+        rendered.text,
         lambda: template.splitter(rendered.generation_prompt),
         extractor_for(template.tools, allowed, single=request.parallel_tool_calls is False),
         logprobs is not None,
@@ -121,7 +130,28 @@ def plan(request: ChatRequest, services: Services, trace_id: str, name: str) -> 
 
 def start(prepared: ChatJob, services: Services, endpoint: str, prompt_field: str) -> Generation:
     """Hand a conversation to the engine. Raises APIError when it refuses; `prompt_field` is what the route calls the conversation."""
-    return Generation(services, endpoint, prepared.job.requests, prompt_field, prepared.splitter, prepared.extractor)
+
+    def remember(request: api.Request, ids: Sequence[int]) -> None:
+        services.chat_history.record(prepared.text, request.prompt, ids)
+
+    return Generation(
+        services,
+        endpoint,
+        prepared.job.requests,
+        prompt_field,
+        prepared.splitter,
+        prepared.extractor,
+        remember=remember,
+    )
+
+
+def boundary_of(rendered: Rendered, ids: Sequence[int]) -> int | None:
+    """Where in `ids`, which may be other than those rendered, the template opens the answer; None where no token begins there."""
+    if rendered.stable_tokens is None:
+        return None
+    tail = tuple(rendered.ids[rendered.stable_tokens :])
+    start = len(ids) - len(tail)
+    return start if tuple(ids[start:]) == tail else None
 
 
 @router.post("/v1/chat/completions", response_model=ChatCompletion, openapi_extra=json_body(ChatRequest))

@@ -36,6 +36,8 @@ class CompletionJob:
     """Prompts ready for the engine. `logprobs` is None, or how many of the most likely tokens are told; `legacy` their shape."""
 
     job: Job
+    texts: tuple[str | None, ...]
+    """The prompts; None for one given as token ids."""
     logprobs: int | None
     legacy: bool
 
@@ -52,13 +54,15 @@ def prepare(body: bytes, services: Services, trace_id: str) -> CompletionJob:
     sampling = request.sampling(services.sampling, model.vocab_size, logprobs, thinking=True)
     name = f"cmpl-{uuid.uuid4().hex}"
     requests: list[api.Request] = []
+    texts: list[str | None] = []
     for index, prompt in enumerate(prompts):
         param = "prompt" if len(prompts) == 1 else f"prompt[{index}]"
         ids = (
-            tuple(services.vocabulary.encode(prompt, special=True))
+            services.text_history.encode(prompt) or tuple(services.vocabulary.encode(prompt, special=True))
             if isinstance(prompt, str)
             else check_ids(prompt, model.vocab_size, param)
         )
+        texts.append(prompt if isinstance(prompt, str) else None)
         requests.append(
             api.Request(
                 id=name if len(prompts) == 1 else f"{name}-{index}",
@@ -81,7 +85,7 @@ def prepare(body: bytes, services: Services, trace_id: str) -> CompletionJob:
         tier=tier(services, request),
         warnings=form.warnings,
     )
-    return CompletionJob(job, logprobs, request.legacy_logprobs)
+    return CompletionJob(job, tuple(texts), logprobs, request.legacy_logprobs)
 
 
 @router.post("/v1/completions", response_model=Completion, openapi_extra=json_body(CompletionRequest))
@@ -94,7 +98,14 @@ async def create(request: Request, services: Annotated[Services, Depends(service
 async def answer(body: bytes, services: Services, trace_id: str) -> Response:
     prepared = await services.preparation.run(lambda: prepare(body, services, trace_id))
     job = prepared.job
-    generation = Generation(services, "completions", job.requests, "prompt")
+    texts = {request.id: text for request, text in zip(job.requests, prepared.texts, strict=True)}
+
+    def remember(request: api.Request, ids: Sequence[int]) -> None:
+        text = texts[request.id]
+        if text is not None:
+            services.text_history.record(text, request.prompt, ids)
+
+    generation = Generation(services, "completions", job.requests, "prompt", remember=remember)
     if job.stream:
         return EventSourceResponse(
             frames(generation, prepared, services), generation.close, services.timing.write, job.headers()

@@ -15,6 +15,7 @@ router = APIRouter()
 async def stats(services: Annotated[Services, Depends(services_of)]) -> dict[str, Any]:
     """Sections as plain JSON; those of the engine come from the engine."""
     preparation, metrics = services.preparation, services.metrics
+    histories = (services.chat_history, services.text_history)
     return {
         "server": {
             "owner": services.owner,
@@ -30,5 +31,10 @@ async def stats(services: Annotated[Services, Depends(services_of)]) -> dict[str
             "workers": preparation.workers,
         },
         "response_store": services.responses.stats(),
+        "history": {
+            "entries": sum(map(len, histories)),
+            "characters": sum(one.num_characters for one in histories),
+            "reuses": sum(one.reuses for one in histories),
+        },
         "latency": metrics.summary(),
     }

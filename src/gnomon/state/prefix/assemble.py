@@ -1,0 +1,35 @@
+"""Putting a row's state together from blocks and a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import mlx.core as mx
+
+from gnomon.state.prefix.block import Block, Checkpoint
+from gnomon.state.snapshot import LayerSnapshot, RowSnapshot
+
+
+def assemble(blocks: Sequence[Block], length: int, checkpoint: Checkpoint | None) -> RowSnapshot:
+    """The state after the first `length` tokens of the blocks, which reach that far. Its arrays may be the blocks' own."""
+    kept = checkpoint.layers if checkpoint is not None else {}
+    layers = [
+        kept[i] if i in kept else _joined([cast(LayerSnapshot, block.parts[i]) for block in blocks], length)
+        for i in range(len(blocks[0].parts))
+    ]
+    return RowSnapshot(length, tuple(layers))
+
+
+def _joined(parts: Sequence[LayerSnapshot], length: int) -> LayerSnapshot:
+    """One layer's parts as the state of `length` tokens; the last part may hold more."""
+    first = parts[0]
+    numbers = first.numbers | {"length": length}
+    if first.kind == "sliding" and first.arrays:
+        numbers["index"] = length
+    arrays: dict[str, mx.array] = {}
+    for name in first.arrays:
+        pieces = [part.arrays[name] for part in parts]
+        pieces[-1] = pieces[-1][:, :, : length - sum(piece.shape[2] for piece in pieces[:-1])]
+        arrays[name] = pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=2)
+    return LayerSnapshot(first.kind, arrays, numbers)

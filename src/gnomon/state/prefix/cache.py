@@ -1,0 +1,362 @@
+"""The prefix cache in memory: states of token prefixes, lent to prompts that begin alike."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+
+from gnomon.state.batch_state import BatchState
+from gnomon.state.prefix.assemble import assemble
+from gnomon.state.prefix.block import BLOCK, Block, Checkpoint, Entry
+from gnomon.state.prefix.explain import Miss, explain
+from gnomon.state.prefix.retention import Policy, Retention
+from gnomon.state.prefix.tree import Tree
+from gnomon.state.snapshot import LayerSnapshot, RowSnapshot
+
+CLEAR_BYTES = 256 << 20
+"""Evicted bytes after which MLX is told to give spare buffers back to the system."""
+MAX_ARRAYS = 200_000
+"""Arrays held at most: Metal allows about 499,000 buffers, and the model and its rows need theirs."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """What happened since the cache was made."""
+
+    hits: int = 0
+    misses: int = 0
+    reused_tokens: int = 0
+    published_tokens: int = 0
+    evictions: int = 0
+    evicted_bytes: int = 0
+    refused: int = 0
+    """Publications that stopped because nothing more could be evicted for them."""
+    buffer_returns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """What a prompt gets: the state of its first `length` tokens (None for 0), and why it isn't longer."""
+
+    length: int
+    snapshot: RowSnapshot | None
+    miss: Miss | None
+
+
+@dataclass(eq=False)
+class PrefixCache:
+    """States by identity and tokens, of at most `max_bytes`.
+
+    State that can be cut is held in blocks of 256 tokens, each stored once however many prompts share it, and a prompt may be lent any
+    prefix of them. State that can't (recurrent layers, sliding windows that have wrapped) is held in checkpoints at the positions where
+    `publish` saw it. Everything is copied out of the rows, so a row never shares memory with the cache when it is written to. Use it
+    from one thread, the one that evaluates the states.
+    """
+
+    max_bytes: int
+    policy: Policy = "lru"
+    max_arrays: int = MAX_ARRAYS
+    counts: Counts = field(default_factory=Counts)
+    num_bytes: int = 0
+    num_arrays: int = 0
+    num_blocks: int = 0
+    num_checkpoints: int = 0
+    version: int = 0
+    """Changes whenever a lookup might find something else."""
+
+    def __post_init__(self) -> None:
+        self.tree = Tree()
+        self.retention = Retention(self.policy)
+        self.allowed = self.max_bytes
+        self._since_clear = 0
+
+    def peek(self, namespace: str, tokens: Sequence[int]) -> int:
+        """How many tokens `lend` would give now."""
+        return self.tree.walk(namespace, tokens).usable(len(tokens) - 1)[0]
+
+    def lend(self, namespace: str, tokens: Sequence[int], boundary: int | None = None) -> Lent:
+        """The longest state held of at most all tokens but the last, evaluated.
+
+        `boundary` is the position at which the prompt's template opens the answer, where known; it serves the explanation only.
+        """
+        walk = self.tree.walk(namespace, tokens)
+        length, blocks, checkpoint = walk.usable(len(tokens) - 1)
+        miss = explain(self.tree, namespace, tokens, walk, length, boundary)
+        if not length:
+            self.counts.misses += 1
+            return Lent(0, None, miss)
+        snapshot = assemble(blocks, length, checkpoint)
+        mx.eval(snapshot.arrays())
+        for entry in reversed(blocks):
+            self.retention.touch(entry)
+        if checkpoint is not None:
+            self.retention.touch(checkpoint)
+        self.retention.tidy(self.num_blocks + self.num_checkpoints)
+        self.counts.hits += 1
+        self.counts.reused_tokens += length
+        return Lent(length, snapshot, miss)
+
+    def publish(
+        self,
+        namespace: str,
+        tokens: Sequence[int],
+        state: BatchState,
+        row: int = 0,
+        *,
+        boundary: int | None = None,
+        whole_only: bool = False,
+    ) -> None:
+        """Keep a row's state. `tokens` are the row's as far as they are known; only those are kept whose state exists.
+
+        Layers that can't be cut get a checkpoint at the row's length, if all its tokens are known. `boundary`, of a prompt, is where its
+        template opens the answer, which lasts up to the end of `tokens`. `whole_only` keeps whole blocks only, and nothing of a row
+        that can't be cut.
+        """
+        held = state.lengths[row]
+        can_cut = state.can_cut(held)
+        if not can_cut and (whole_only or held > len(tokens)):
+            return
+        length = min(held, len(tokens))
+        if whole_only:
+            length -= length % BLOCK
+        if not length:
+            return
+        tokens = tuple(tokens)
+        fresh: list[mx.array] = []
+        with self._pinned() as path:
+            block = self.tree.root(namespace)
+            for start in range(0, length, BLOCK):
+                placed = self._place(block, tokens[start : min(start + BLOCK, length)], state, row, start, fresh)
+                if placed is None:
+                    self.counts.refused += 1
+                    break
+                path.append(placed)
+                placed.refs += 1
+                block = placed
+                if boundary is not None and placed.end > boundary:
+                    placed.tails.add((boundary, len(tokens)))
+            else:
+                if not can_cut:
+                    self._checkpoint(block, length, state.uncut(row), fresh)
+            if fresh:
+                # A spare buffer may be up to twice as large as what is put into it, and would stay so as long as the cache holds it.
+                mx.clear_cache()
+                mx.eval(fresh)
+        self.retention.tidy(self.num_blocks + self.num_checkpoints)
+        self._give_back()
+
+    def allow(self, num_bytes: int) -> None:
+        """Hold no more than this for now (and never more than `max_bytes`): memory that rows need is given up at once."""
+        self.allowed = max(0, min(num_bytes, self.max_bytes))
+        self._make_room(0, 0)
+        self._give_back()
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.tree = Tree()
+        self.retention = Retention(self.policy)
+        self.num_bytes = self.num_arrays = self.num_blocks = self.num_checkpoints = 0
+        self.version += 1
+        mx.clear_cache()
+
+    def check_integrity(self) -> None:
+        """Raise RuntimeError if the books disagree with what the tree holds."""
+        blocks = [block for root in self.tree.roots.values() for block in _below(root) if not block.is_ghost]
+        checkpoints = [one for block in blocks for one in block.checkpoints.values()]
+        entries = [*blocks, *checkpoints]
+        have = len(blocks), len(checkpoints), sum(e.num_bytes for e in entries), sum(e.num_arrays for e in entries)
+        said = self.num_blocks, self.num_checkpoints, self.num_bytes, self.num_arrays
+        if have != said:
+            raise RuntimeError(
+                f"the prefix cache holds {have} blocks, checkpoints, bytes and arrays, its books say {said}"
+            )
+        if self.num_bytes > self.allowed or self.num_arrays > self.max_arrays:
+            raise RuntimeError(f"the prefix cache holds {self.num_bytes} bytes, {self.allowed} are allowed")
+        for block in blocks:
+            refs = len(block.checkpoints) + sum(not child.is_ghost for child in block.children.values())
+            if block.refs != refs:
+                raise RuntimeError(f"a block at {block.start} has {block.refs} references, {refs} are known")
+            if block.parent is not None and block.parent.parent is not None and block.parent.is_ghost:
+                raise RuntimeError(f"the block at {block.start} hangs on one whose state is gone")
+
+    # Placing
+
+    def _place(
+        self, parent: Block, tokens: tuple[int, ...], state: BatchState, row: int, start: int, fresh: list[mx.array]
+    ) -> Block | None:
+        """The block under `parent` that holds the state of these tokens, made if there is none; None when there is no room."""
+        block = self.tree.child(parent, tokens)
+        if block is None or block.is_ghost:
+            block = self._covering(parent, tokens, state, row) or block
+        if block is not None and not block.is_ghost and not _lacks(block, state, row):
+            self.retention.touch(block)
+            return block
+        parts = state.cut(row, start, start + len(tokens))
+        if block is not None and not block.is_ghost:
+            # A window that had wrapped when the block was taken has not at this length.
+            parts = [mine if mine is not None else new for mine, new in zip(block.parts, parts, strict=True)]
+        added = [a for part in parts if part is not None for a in part.arrays.values()]
+        before = (block.num_bytes, block.num_arrays) if block is not None else (0, 0)
+        if block is not None:
+            block.refs += 1
+        room = self._make_room(sum(a.nbytes for a in added) - before[0], len(added) - before[1])
+        if block is not None:
+            block.refs -= 1
+        if not room:
+            return None
+        if block is None and (block := self.tree.add(parent, tokens)) is None:
+            return None
+        if block.is_ghost:
+            self.tree.ghosts.pop(block, None)
+            self.num_blocks += 1
+            self.counts.published_tokens += len(tokens)
+            parent.refs += 1
+        block.set_parts(parts)
+        self.num_bytes += block.num_bytes - before[0]
+        self.num_arrays += block.num_arrays - before[1]
+        fresh += added
+        self.version += 1
+        self.retention.touch(block)
+        self._supersede(parent, block)
+        return block
+
+    def _covering(self, parent: Block, tokens: tuple[int, ...], state: BatchState, row: int) -> Block | None:
+        """A longer block that begins with these tokens and holds all that could be kept of them."""
+        n = len(tokens)
+        for child in parent.children.values():
+            longer = not child.is_ghost and len(child.tokens) > n and child.tokens[:n] == tokens
+            if longer and not _lacks(child, state, row):
+                return child
+        return None
+
+    def _supersede(self, parent: Block, block: Block) -> None:
+        """Drop shorter blocks that `block` begins with; their checkpoints move to it."""
+        for child in list(parent.children.values()):
+            n = len(child.tokens)
+            if child is block or n >= len(block.tokens) or block.tokens[:n] != child.tokens:
+                continue
+            if not child.is_ghost:
+                if any(old is not None and new is None for old, new in zip(child.parts, block.parts, strict=True)):
+                    continue
+                if child.refs > len(child.checkpoints):
+                    continue
+                self._forget(child)
+                parent.refs -= 1
+            for position, checkpoint in child.checkpoints.items():
+                if position in block.checkpoints:
+                    self._forget(checkpoint)
+                else:
+                    checkpoint.block = block
+                    block.checkpoints[position] = checkpoint
+                    block.refs += 1
+            child.checkpoints = {}
+            block.lost |= child.lost
+            block.tails |= child.tails
+            child.drop_parts()
+            self.tree.remove(child)
+
+    def _checkpoint(self, block: Block, position: int, layers: dict[int, LayerSnapshot], fresh: list[mx.array]) -> None:
+        if position in block.checkpoints:
+            self.retention.touch(block.checkpoints[position])
+            return
+        checkpoint = Checkpoint(block, position, layers)
+        if not self._make_room(checkpoint.num_bytes, checkpoint.num_arrays):
+            self.counts.refused += 1
+            return
+        block.checkpoints[position] = checkpoint
+        block.lost.discard(position)
+        block.refs += 1
+        self.num_checkpoints += 1
+        self.num_bytes += checkpoint.num_bytes
+        self.num_arrays += checkpoint.num_arrays
+        self.version += 1
+        self.retention.touch(checkpoint)
+        fresh += [a for layer in layers.values() for a in layer.arrays.values()]
+
+    @contextmanager
+    def _pinned(self) -> Generator[list[Block]]:
+        """Blocks appended to the list (by whoever adds one to their `refs`) can't be evicted until the end."""
+        path: list[Block] = []
+        try:
+            yield path
+        finally:
+            for block in reversed(path):
+                self._release(block)
+
+    # Evicting
+
+    def _make_room(self, num_bytes: int, num_arrays: int) -> bool:
+        """Evict until so much more can be held. False if that is impossible."""
+        if num_bytes > self.allowed or num_arrays > self.max_arrays:
+            return False
+        while self.num_bytes + num_bytes > self.allowed or self.num_arrays + num_arrays > self.max_arrays:
+            entry = self.retention.next()
+            if entry is None:
+                return False
+            self._evict(entry)
+        return True
+
+    def _evict(self, entry: Entry) -> None:
+        self.version += 1
+        self.counts.evictions += 1
+        self.counts.evicted_bytes += entry.num_bytes
+        if isinstance(entry, Checkpoint):
+            self._forget(entry)
+            del entry.block.checkpoints[entry.position]
+            entry.block.lost.add(entry.position)
+            self._release(entry.block)
+        elif isinstance(entry, Block):
+            self._drop(entry)
+
+    def _drop(self, block: Block) -> None:
+        """The block's state goes, its tokens stay as a ghost."""
+        self._forget(block)
+        block.drop_parts()
+        self.tree.haunt(block)
+        if block.parent is not None:
+            self._release(block.parent)
+
+    def _release(self, block: Block) -> None:
+        """One need less of a block."""
+        block.refs -= 1
+        if block.refs or block.is_ghost or block.parent is None:
+            return
+        if block.is_complete:
+            self.retention.offer(block)
+        else:
+            # Nothing can be made of it without a checkpoint further on.
+            self._drop(block)
+
+    def _forget(self, entry: Block | Checkpoint) -> None:
+        """Take an entry's size off the books."""
+        if isinstance(entry, Checkpoint):
+            self.num_checkpoints -= 1
+            # The order of eviction may name it for a while yet.
+            entry.layers = {}
+        else:
+            self.num_blocks -= 1
+        self.num_bytes -= entry.num_bytes
+        self.num_arrays -= entry.num_arrays
+        self._since_clear += entry.num_bytes
+
+    def _give_back(self) -> None:
+        """Return buffers to the system after large evictions: MLX would keep them for reuse."""
+        if self._since_clear >= min(CLEAR_BYTES, max(1, self.max_bytes // 4)):
+            mx.clear_cache()
+            self._since_clear = 0
+            self.counts.buffer_returns += 1
+
+
+def _lacks(block: Block, state: BatchState, row: int) -> bool:
+    """The row could give a layer's part that the block doesn't have."""
+    length = state.lengths[row]
+    return any(part is None and layer.can_cut(length) for part, layer in zip(block.parts, state.layers, strict=True))
+
+
+def _below(root: Block) -> Iterable[Block]:
+    for child in root.children.values():
+        yield child
+        yield from _below(child)
