@@ -318,7 +318,7 @@ def add_arguments(parser: argparse.ArgumentParser, groups: Sequence[Group]) -> N
     for s in settings(groups):
         names = [s.flag, *s.option.aliases]
         into, default = titles[s.group], s.show(s.default)
-        text = f"{s.option.help} [{s.env}; {default}{'; ' + s.option.range if s.option.range else ''}]".replace(
+        text = f"{s.option.help} [{s.env}; {default}{f'; {s.option.range} {s.option.unit}'.rstrip() if s.option.range else ''}]".replace(
             "%", "%%"
         )
         if s.kind == "flag":

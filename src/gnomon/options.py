@@ -93,12 +93,13 @@ class Setting:
     def _parse_number(self, source: str, text: str) -> int | float:
         o = self.option
         whole = self.kind == "int" and o.scale == 1
+        unit = f" {o.unit}" if o.unit else ""
         try:
             value = int(text) if whole else float(text)
         except ValueError:
-            raise ConfigError(source, f"{text!r} is not {'a whole number' if whole else 'a number'}") from None
+            of = f" of {o.unit}" if o.unit else ""
+            raise ConfigError(source, f"{text!r} is not {'a whole number' if whole else 'a number'}{of}") from None
         if not math.isfinite(value) or (o.low is not None and value < o.low) or (o.high is not None and value > o.high):
-            unit = f" {o.unit}" if o.unit else ""
             raise ConfigError(source, f"{text} is out of range: {o.range}{unit}")
         return round(value * o.scale) if self.kind == "int" else value
 

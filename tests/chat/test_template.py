@@ -92,6 +92,11 @@ def test_equals_transformers_with_variables(name, thinking):
     assert (rendered.text, rendered.ids) == oracle(made, TURNS, **kwargs)
 
 
+def test_a_variable_may_have_any_name():
+    made = Adapter(build("{{ self }}{{ messages[0].content }}"))
+    assert ChatTemplate(made).render(HELLO, self=2).text.endswith(HELLO[0]["content"])
+
+
 def test_the_starter_as_its_makers_render_it():
     # The text SmolLM2's model card shows for a user's question.
     assert ChatTemplate(tokenizer("starter")).render([{"role": "user", "content": "Hi"}]).text == (

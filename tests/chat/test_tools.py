@@ -114,6 +114,36 @@ def check(text, events):
     assert starts == list(range(len(starts)))
 
 
+FRAME = r'\s|[\]};,]|```|</?[^<>\s]+>|<\|close\|>\w+<\|sep\|>|,\s*"id": "\w+"\}'
+"""What stands around calls: white space, brackets and commas of lists, closing tags, an id that comes late."""
+
+
+class Accountant(Extractor):
+    """Keeps the text of each complete call."""
+
+    def __init__(self, format):
+        super().__init__(format, TOOLS)
+        self.kept = []
+
+    def _told(self, event):
+        if isinstance(event, CallEnd):
+            self.kept.append(self._reader.give_up())
+        super()._told(event)
+
+
+def account(format, text):
+    """Every character of the text is in the content, in a call, or in a call's frame; and in that order."""
+    accountant = Accountant(format)
+    events = [*accountant.push(text), *accountant.finish()]
+    calls = iter(accountant.kept)
+    parts: list[str] = []
+    for event in events:
+        words = event.text.split() if isinstance(event, Content | Malformed) else []
+        parts += [next(calls)] if isinstance(event, CallEnd) else words
+    frame = f"(?:{FRAME})*?"
+    assert re.fullmatch(frame + "".join(re.escape(part) + frame for part in parts), text), parts
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.format}: {case.text[:40]!r}")
 def test_the_corpus_whole_and_cut_everywhere(case):
     format = BY_NAME[case.format]
@@ -123,6 +153,7 @@ def test_the_corpus_whole_and_cut_everywhere(case):
     assert [(call.name, json.loads(call.arguments)) for call in calls] == case.calls
     assert sum(isinstance(event, Malformed) for event in whole) == case.malformed
     check(case.text, whole)
+    account(format, case.text)
     assert told(format, case.text) == whole
     for cut in range(len(case.text) + 1):
         assert told(format, [case.text[:cut], case.text[cut:]]) == whole
@@ -164,6 +195,7 @@ def test_any_pieces_of_any_text_tell_the_same(made, cuts):
     format, text = made
     whole = told(format, [text])
     check(text, whole)
+    account(format, text)
     places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     assert told(format, [text[a:b] for a, b in pairwise(places)]) == whole
     assert told(format, text) == whole

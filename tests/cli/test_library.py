@@ -79,7 +79,7 @@ def test_a_gguf_file_becomes_a_model_that_is_listed(gnomon: Run, gguf: Path, cac
         (("get", "a/b@v1", "--revision", "v2"), 2, "two revisions are named: 'v1' and 'v2'"),
         (("get", "not a repo"), 1, "'not a repo' is no repository id"),
         (("fit", "--ctx", "0"), 2, "--ctx 0 is out of range: >= 1 tokens"),
-        (("fit", "--memory-budget", "much"), 2, "--memory-budget: 'much' is not a number"),
+        (("fit", "--memory-budget", "much"), 2, "--memory-budget: 'much' is not a number of GB"),
         (("fit",), 1, "no models are here"),
         (("fit", "nope"), 1, "no downloaded model matches 'nope'"),
     ],

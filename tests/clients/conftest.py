@@ -10,7 +10,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "serve"))
 
-from fake_engine import KEY, THINKING, FakeEngine, Job, Live, live_server, logprob
+from agent import script as agent_script
+from fake_engine import CALLING, KEY, THINKING, FakeEngine, Job, Live, live_server, logprob
 
 from gnomon.config import HTTPConfig
 
@@ -38,4 +39,12 @@ def live() -> Iterator[Live[FakeEngine]]:
     with live_server(
         FakeEngine(script), template=THINKING, http=HTTPConfig(api_keys=(KEY,), body_limit=10_000)
     ) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def agent() -> Iterator[Live[FakeEngine]]:
+    """A server whose model calls tools."""
+    http = HTTPConfig(api_keys=(KEY,), body_limit=10_000)
+    with live_server(FakeEngine(agent_script), template=CALLING, http=http) as made:
         yield made

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ from typing import Any
 import pytest
 from fake_engine import FakeEngine, Job, Live, live_server
 from openai import OpenAI
+from test_openai_node import package as package
 
 TEMPLATES = Path(__file__).parents[1] / "chat" / "templates"
 TOOLS: list[Any] = [
@@ -133,3 +137,15 @@ def test_no_tools_no_calls(client: OpenAI) -> None:
     )
     assert answer.choices[0].message.tool_calls is None
     assert answer.choices[0].finish_reason == "stop"
+
+
+def test_the_node_client_runs_tools(live: Live[FakeEngine], package: Path) -> None:
+    """Its own loop: it calls the functions and feeds the results back, whole and streamed."""
+    script = package / "openai_tools.mjs"
+    shutil.copyfile(Path(__file__).with_name(script.name), script)
+    environment = {**os.environ, "BASE_URL": live.url + "/v1"}
+    ran = subprocess.run(["node", str(script)], env=environment, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    report = json.loads(ran.stdout)
+    assert report["whole"] == report["streamed"] == "It is noon and 21 degrees."
+    assert report["seen"] == [["weather", {"city": "Ulm", "days": 3, "zip": "89073"}], ["time", {}]] * 2

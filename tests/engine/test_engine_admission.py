@@ -88,6 +88,7 @@ def test_a_smaller_context_limit_of_the_operator_holds() -> None:
         assert caught.value.code == "context_length_exceeded"
         assert len(engine.generate(prompt_of(10), ignore_eos=True).choices[0].ids) == 6
         assert engine.stats()["admission"]["enforced_context_tokens"] == 16
+        assert engine.model.context_length == 16
 
 
 def test_requests_start_in_order_and_leavers_free_their_slot_at_once() -> None:

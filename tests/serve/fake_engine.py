@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import queue
 import threading
 import time
@@ -54,6 +55,8 @@ THINKING = (
     + "{% if add_generation_prompt %}<assistant>{% if enable_thinking is defined and enable_thinking %}<think>\n"
     "{% else %}<think></think>{% endif %}{% endif %}"
 )
+
+CALLING = THINKING + "{# Calls are written <tool_call>JSON</tool_call>. #}"
 
 
 class ByteTokenizer:
@@ -312,6 +315,20 @@ def parse_stream(text: str) -> list[str]:
             assert block.startswith("data: ")
             data.append(block.removeprefix("data: "))
     return data
+
+
+def named_events(text: str) -> list[dict[str, Any]]:
+    """The values of events that carry their type as their name; every frame must, and end with a blank line."""
+    assert text.endswith("\n\n")
+    values: list[dict[str, Any]] = []
+    for block in text[:-2].split("\n\n"):
+        if block.startswith(":"):
+            continue
+        name, data = block.split("\n")
+        value: dict[str, Any] = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {value['type']}"
+        values.append(value)
+    return values
 
 
 def user(text: str, **fields: Any) -> dict[str, Any]:

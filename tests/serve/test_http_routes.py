@@ -61,14 +61,21 @@ def test_root_names_every_endpoint(client: TestClient) -> None:
     assert (body["name"], body["model"]) == ("gnomon", MODEL)
     assert body["version"]
     assert body["endpoints"] == [
+        "DELETE /v1/responses/{response_id}",
         "GET /health",
         "GET /metrics",
         "GET /stats",
         "GET /v1",
         "GET /v1/models",
         "GET /v1/models/{model_id}",
+        "GET /v1/responses/{response_id}",
+        "GET /v1/responses/{response_id}/input_items",
         "POST /v1/chat/completions",
         "POST /v1/completions",
+        "POST /v1/messages",
+        "POST /v1/messages/count_tokens",
+        "POST /v1/responses",
+        "POST /v1/responses/{response_id}/cancel",
     ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -252,3 +253,35 @@ def ask_live(live: Live[FakeEngine], **body: Any) -> Iterator[Any]:
         data = parse_stream(answers[0].text)[:-1]
         choices = [json.loads(one)["choices"][0] for one in data]
         yield [(one["delta"], one["finish_reason"]) for one in choices]
+
+
+def test_what_one_delta_holds_comes_in_order(client: TestClient, engine: FakeEngine) -> None:
+    def script(job: Job) -> None:
+        job.delta(f"<think>\nHm.\n</think>\n\nFirst.\n{call()}\nThen.\n{call('time', '{}')}")
+        job.finish()
+        job.end()
+
+    engine.script = script
+    order: list[str] = []
+    for chunk in chunks(client):
+        delta = chunk["choices"][0]["delta"]
+        if delta.get("reasoning_content"):
+            order.append(delta["reasoning_content"])
+        if delta.get("content"):
+            order.append(delta["content"])
+        functions = [one["function"] for one in delta.get("tool_calls", [])]
+        order += [function.get("name") or function["arguments"] for function in functions]
+    assert order == ["Hm.", "First.", "weather", '{"city": "Ulm"}', "\nThen.", "time", "{}"]
+
+
+def test_an_answer_of_a_demanded_form_is_no_call(engine: FakeEngine) -> None:
+    """Llama writes calls as bare JSON, which an answer in JSON may happen to look like."""
+    source = (Path(__file__).parents[1] / "chat" / "templates" / "llama3.jinja").read_text("utf-8")
+    text = '{"name": "weather", "parameters": {"city": "Ulm"}}'
+    engine.script = lambda job: job.say(text)
+    engine.model = replace(engine.model, context_length=4096)
+    with TestClient(make_app(engine, template=source), base_url="http://localhost") as client:
+        assert ask(client)["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "weather"
+        choice = ask(client, response_format={"type": "json_object"})["choices"][0]
+    assert choice["message"]["content"] == text
+    assert choice["finish_reason"] == "stop"

@@ -369,7 +369,7 @@ class ChatTemplate:
     ) -> str:
         seen = {"documents": None, **self.special, **{key: plain(value) for key, value in variables.items()}}
         try:
-            return self._templates[name].render(messages=messages, tools=plain(tools), **seen)
+            return self._templates[name].render({**seen, "messages": messages, "tools": plain(tools)})
         except jinja2.TemplateError as e:
             raise ChatError(e.message or str(e), code="template_error") from e
         except _FAILURES as e:

@@ -209,7 +209,7 @@ class Unenforceable(InvalidRequest):
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What is served. Sizes are in tokens or bytes."""
+    """What is served. Sizes are in tokens or bytes; `context_length` is the model's, or the operator's limit where that is less."""
 
     id: str
     path: str

@@ -350,6 +350,7 @@ class Engine:
             threads=wanted.threads,
         )
         binding = loaded.binding
+        limits = [one for one in (loaded.context_length, self.config.context_limit) if one is not None]
         budget = self._budget = budget_for(loaded, self.config.memory_budget)
         core = Core(
             loaded,
@@ -368,7 +369,7 @@ class Engine:
             id=self._model_id or loaded.path.name,
             path=str(loaded.path),
             model_type=loaded.model_type,
-            context_length=loaded.context_length,
+            context_length=min(limits) if limits else None,
             vocab_size=loaded.vocab_size,
             eos_token_ids=loaded.eos_token_ids,
             weight_bytes=loaded.weight_bytes,

@@ -17,14 +17,16 @@ from gnomon.serve.history import History
 from gnomon.serve.limits import TRACE_HEADER, RequestFrame
 from gnomon.serve.metrics import Metrics
 from gnomon.serve.preparation import PreparationPool
-from gnomon.serve.routes import chat_completions, completions, health, metrics, models, root, stats
+from gnomon.serve.routes import chat_completions, completions, health, messages, metrics, models, responses, root, stats
 from gnomon.serve.services import VERSION, Services, Timing, Vocabulary
+from gnomon.serve.wire.anthropic import MessagesRequest
 from gnomon.serve.wire.chat import ChatRequest
 from gnomon.serve.wire.completions import CompletionRequest
+from gnomon.serve.wire.responses import ResponsesRequest
 from gnomon.trace import OFF, Tracer
 
-ROUTES = (chat_completions, completions, models, root, health, stats, metrics)
-EXPOSED = ("x-request-id", TRACE_HEADER, "x-gnomon-tier", volatile.HEADER, "retry-after", "warning")
+ROUTES = (chat_completions, completions, messages, responses, models, root, health, stats, metrics)
+EXPOSED = ("x-request-id", "request-id", TRACE_HEADER, "x-gnomon-tier", volatile.HEADER, "retry-after", "warning")
 
 
 def _endpoints() -> Iterator[str]:
@@ -48,12 +50,12 @@ def create_app(
     """An ASGI application over `engine`.
 
     A request passes the frame (ids, head size, counts), the Host and Origin doors, CORS for allowed origins, the key, and then its
-    route. Every refusal has OpenAI's error body. `owner` is what `/v1/models` says of the served model.
+    route. Every refusal has OpenAI's error body, or Anthropic's on its routes. `owner` is what `/v1/models` says of the served model.
     """
     app = FastAPI(
         title="Gnomon",
         version=VERSION,
-        description="A local language-model server that speaks OpenAI's API.",
+        description="A local language-model server that speaks OpenAI's and Anthropic's API.",
         docs_url=None,
         redoc_url=None,
         telemetry={"tracing": False},
@@ -76,14 +78,14 @@ def create_app(
     for module in ROUTES:
         app.include_router(module.router)
     errors.install(app)
-    schema.install(app, (ChatRequest, CompletionRequest))
+    schema.install(app, (ChatRequest, CompletionRequest, MessagesRequest, ResponsesRequest))
     # The last added is the outermost.
     app.add_middleware(KeyDoor, keys=http.api_keys)
     if http.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=http.allowed_origins,
-            allow_methods=("GET", "POST"),
+            allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),
             expose_headers=EXPOSED,
         )

@@ -61,11 +61,13 @@ class HostDoor:
             if not self.allows(header):
                 refusal = APIError(
                     403,
-                    f"Host {show(header)} is not served here; start the server with --allowed-host {host_name(header)} to allow it",
+                    f"Host {show(header)} is not served here; start the server with --allowed-host {host_name(header)} to allow it"
+                    if header.strip()
+                    else "a Host header is required, and it has to name this server",
                     param="Host",
                     code="host_not_allowed",
                 )
-                await refusal.response()(scope, receive, send)
+                await refusal.response(scope["path"])(scope, receive, send)
                 return
         await self.app(scope, receive, send)
 
@@ -95,7 +97,7 @@ class OriginDoor:
                     param="Origin",
                     code="origin_not_allowed",
                 )
-                await refusal.response()(scope, receive, send)
+                await refusal.response(scope["path"])(scope, receive, send)
                 return
         await self.app(scope, receive, send)
 
@@ -127,7 +129,7 @@ class KeyDoor:
                     code="invalid_api_key",
                     headers={"www-authenticate": "Bearer"},
                 )
-                await refusal.response()(scope, receive, send)
+                await refusal.response(scope["path"])(scope, receive, send)
                 return
         await self.app(scope, receive, send)
 

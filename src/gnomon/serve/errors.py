@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, cast
 
@@ -16,11 +17,21 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from gnomon.engine.api import EngineError, EngineUnavailable, Failed, InvalidRequest, QueueFull
-from gnomon.serve.wire.errors import ErrorBody
+from gnomon.serve.wire.errors import AnthropicErrorBody, ErrorBody
 
 SHOWN = 80
 """Characters of an offending value that a message repeats."""
 
+
+ANTHROPIC_PATHS = "/v1/messages"
+"""Errors of the routes that begin so have Anthropic's body."""
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+}
 
 ENDED = frozenset({"engine_stopped", "engine_failed"})
 """Codes of failures that are the engine's end and no fault of the request."""
@@ -51,8 +62,16 @@ class APIError(Exception):
     def body(self) -> ErrorBody:
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.body, self.status, self.headers)
+    @property
+    def anthropic_body(self) -> AnthropicErrorBody:
+        """The same as Anthropic's API says it."""
+        kind = "api_error" if self.status >= 500 else _ANTHROPIC_TYPES.get(self.status, "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
+
+    def response(self, path: str) -> JSONResponse:
+        """The response to a request for `path`, whose API decides on the body."""
+        body = self.anthropic_body if path.startswith(ANTHROPIC_PATHS) else self.body
+        return JSONResponse(body, self.status, self.headers)
 
 
 class ClientDisconnected(Exception):
@@ -62,6 +81,21 @@ class ClientDisconnected(Exception):
 def invalid(message: str, param: str | None = None, code: str | None = None) -> APIError:
     """A request with a field that can't be honoured: 400."""
     return APIError(400, message, param=param, code=code)
+
+
+@contextlib.contextmanager
+def naming(names: Mapping[str, str]) -> Generator[None]:
+    """Have errors raised inside name the fields as `names` maps them, the first that fits."""
+    try:
+        yield
+    except APIError as error:
+        for chat, own in names.items():
+            if error.param is not None and error.param.startswith(chat):
+                error.param = own + error.param.removeprefix(chat)
+                if error.message.startswith(chat):
+                    error.message = own + error.message.removeprefix(chat)
+                break
+        raise
 
 
 def too_many(message: str, retry_after: int, code: str = "queue_full") -> APIError:
@@ -162,11 +196,11 @@ def from_validation(error: ValidationError) -> APIError:
 def install(app: FastAPI) -> None:
     """Give the refusals of routes, unknown routes and wrong methods the error body."""
 
-    async def refused(_: Request, error: Exception) -> Response:
-        return cast("APIError", error).response()
+    async def refused(request: Request, error: Exception) -> Response:
+        return cast("APIError", error).response(request.url.path)
 
-    async def engine(_: Request, error: Exception) -> Response:
-        return from_engine(cast("EngineError", error)).response()
+    async def engine(request: Request, error: Exception) -> Response:
+        return from_engine(cast("EngineError", error)).response(request.url.path)
 
     async def gone(_: Request, __: Exception) -> Response:
         return Response(status_code=499)
@@ -181,7 +215,7 @@ def install(app: FastAPI) -> None:
             code = "method_not_allowed"
         else:
             message, code = str(error.detail or HTTPStatus(error.status_code).phrase), None
-        return APIError(error.status_code, message, code=code, headers=error.headers).response()
+        return APIError(error.status_code, message, code=code, headers=error.headers).response(request.url.path)
 
     app.add_exception_handler(APIError, refused)
     app.add_exception_handler(EngineError, engine)

@@ -29,6 +29,8 @@ class Piece:
     calls: tuple[CallEvent, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     finish: str | None = None
+    stop: str | None = None
+    """The stop string that ended the choice."""
 
 
 Part = Segment | CallEvent
@@ -72,14 +74,14 @@ class Choice:
             return self._pieces(parts, "tool_calls")
         return self._pieces(parts, None) if parts else []
 
-    def finish(self, reason: str) -> list[Piece]:
+    def finish(self, reason: str, stop: str | None = None) -> list[Piece]:
         if self.ended:
             return []
         self.ended = True
         parts = self._parts(self.splitter.finish())
         if self.extractor is not None:
             parts += self._told(self.extractor.finish())
-        return self._pieces(parts, "tool_calls" if reason == "stop" and self.calls else reason)
+        return self._pieces(parts, "tool_calls" if reason == "stop" and self.calls else reason, stop)
 
     def _parts(self, segments: Sequence[Segment]) -> list[Part]:
         parts: list[Part] = []
@@ -98,7 +100,7 @@ class Choice:
             parts.append(Segment("content", event.text) if isinstance(event, Content | Malformed) else event)
         return parts
 
-    def _pieces(self, parts: Sequence[Part], finish: str | None) -> list[Piece]:
+    def _pieces(self, parts: Sequence[Part], finish: str | None, stop: str | None = None) -> list[Piece]:
         runs: list[list[Part]] = [[]]
         for part in parts:
             if runs[-1] and _rank(part) < _rank(runs[-1][-1]):
@@ -115,7 +117,7 @@ class Choice:
         ]
         logprobs, self.held = tuple(self.held), []
         pieces[0] = replace(pieces[0], logprobs=logprobs)
-        pieces[-1] = replace(pieces[-1], finish=finish)
+        pieces[-1] = replace(pieces[-1], finish=finish, stop=stop)
         return pieces
 
 
@@ -170,7 +172,7 @@ class Assembly:
             case ChoiceFinished():
                 choice = self.choices[event.request_id, event.index]
                 if event.reason in ("stop", "length"):
-                    return choice.finish(event.reason)
+                    return choice.finish(event.reason, event.stop)
                 if event.reason == "cancelled" and not choice.ended:
                     raise APIError(
                         503, "the request was cancelled by the server", type="server_error", code="cancelled"
@@ -270,6 +272,10 @@ class Generation:
         metrics.latency(
             Latency(max((usage.queue_seconds for usage in self.usages), default=0.0), first - started, now - started)
         )
+
+    def cancel(self) -> None:
+        """Stop what still runs: the pieces end with an APIError of code `cancelled`."""
+        self._stream.cancel()
 
     def close(self) -> None:
         """Cancel what still runs. May be called again."""

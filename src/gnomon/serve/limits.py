@@ -27,7 +27,7 @@ class RequestFrame:
     """Checks the head of a request, names it, and counts it when its response has ended.
 
     `scope["state"]` gets `request_id` and `trace_id` (the adopted `x-gnomon-trace-id`, else the request id); both go back as
-    `x-request-id` and `x-gnomon-trace-id`.
+    `x-request-id` (and `request-id`, as Anthropic's clients read it) and `x-gnomon-trace-id`.
     """
 
     def __init__(self, app: ASGIApp, header_limit: int, metrics: Metrics) -> None:
@@ -73,17 +73,17 @@ class RequestFrame:
             if message["type"] == "http.response.start":
                 sent.append(message["status"])
                 headers = MutableHeaders(scope=message)
-                headers["x-request-id"] = request_id
+                headers["x-request-id"] = headers["request-id"] = request_id
                 headers[TRACE_HEADER] = trace_id
             await send(message)
 
         try:
-            await (self.app if refusal is None else refusal.response())(scope, receive, framed)
+            await (self.app if refusal is None else refusal.response(scope["path"]))(scope, receive, framed)
         except Exception:  # nobody foresaw it: the client hears of it with the id under which the log has it
             if sent:
                 raise
             logger.exception("%s of %s failed", scope["method"], getattr(scope.get("route"), "path", "unmatched"))
-            await internal().response()(scope, receive, framed)
+            await internal().response(scope["path"])(scope, receive, framed)
         finally:
             # Without a response the client had left.
             status = sent[0] if sent else 499

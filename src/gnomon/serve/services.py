@@ -16,6 +16,7 @@ from gnomon.engine.api import Engine
 from gnomon.serve.history import History
 from gnomon.serve.metrics import Metrics
 from gnomon.serve.preparation import PreparationPool
+from gnomon.serve.response_store import ResponseStore
 from gnomon.trace import OFF, Tracer
 
 VERSION = version("gnomon")
@@ -73,6 +74,7 @@ class Services:
     endpoints: tuple[str, ...]
     """Method and path of every route."""
     tracer: Tracer = OFF
+    responses: ResponseStore = field(default_factory=ResponseStore)
     started_at: float = field(default_factory=time.time)
 
 

@@ -1,4 +1,4 @@
-"""Server-sent events as OpenAI's clients read them."""
+"""Server-sent events as OpenAI's and Anthropic's clients read them."""
 
 from __future__ import annotations
 
@@ -28,6 +28,11 @@ _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=
 def frame(value: Mapping[str, Any]) -> bytes:
     """One event: `data: {…}` and a blank line."""
     return f"data: {_encode(value)}\n\n".encode()
+
+
+def event(value: Mapping[str, Any]) -> bytes:
+    """One event that is named by its own `type`."""
+    return f"event: {value['type']}\n".encode() + frame(value)
 
 
 class EventSourceResponse(Response):

@@ -68,7 +68,14 @@ class ChatJob:
 
 def prepare(body: bytes, services: Services, trace_id: str) -> ChatJob:
     """Parse, check, render and tokenise. Raises APIError 400 naming what can't be honoured."""
-    request = parse(ChatRequest, body)
+    return plan(parse(ChatRequest, body), services, trace_id, f"chatcmpl-{uuid.uuid4().hex}")
+
+
+def plan(request: ChatRequest, services: Services, trace_id: str, name: str) -> ChatJob:
+    """Check, render and tokenise a conversation, whichever route it came by; `name` is what its answer is called.
+
+    Raises APIError 400 naming what can't be honoured.
+    """
     request.refuse_unsupported()
     model = services.engine.model
     template = services.template
@@ -87,7 +94,6 @@ def prepare(body: bytes, services: Services, trace_id: str) -> ChatJob:
     except ChatError as error:
         raise invalid(str(error), error.param, error.code) from error
     ids = services.chat_history.encode(rendered.text) or tuple(rendered.ids)
-    name = f"chatcmpl-{uuid.uuid4().hex}"
     engine_request = api.Request(
         id=name,
         prompt=ids,
@@ -111,12 +117,31 @@ def prepare(body: bytes, services: Services, trace_id: str) -> ChatJob:
         warnings=((NO_FORMAT,) if tools and template.tools is None else ()) + form.warnings,
         moved=moved,
     )
+    # An answer held to a form may look like a call and is none.
+    allowed = tools if form.constraint is None or request.demands_call else None
     return ChatJob(
         job,
         rendered.text,
         lambda: template.splitter(rendered.generation_prompt),
-        extractor_for(template.tools, tools, single=request.parallel_tool_calls is False),
+        extractor_for(template.tools, allowed, single=request.parallel_tool_calls is False),
         logprobs is not None,
+    )
+
+
+def start(prepared: ChatJob, services: Services, endpoint: str, prompt_field: str) -> Generation:
+    """Hand a conversation to the engine. Raises APIError when it refuses; `prompt_field` is what the route calls the conversation."""
+
+    def remember(request: api.Request, ids: Sequence[int]) -> None:
+        services.chat_history.record(prepared.text, request.prompt, ids)
+
+    return Generation(
+        services,
+        endpoint,
+        prepared.job.requests,
+        prompt_field,
+        prepared.splitter,
+        prepared.extractor,
+        remember=remember,
     )
 
 
@@ -139,13 +164,7 @@ async def create(request: Request, services: Annotated[Services, Depends(service
 async def answer(body: bytes, services: Services, trace_id: str) -> Response:
     prepared = await services.preparation.run(lambda: prepare(body, services, trace_id))
     job = prepared.job
-
-    def remember(request: api.Request, ids: Sequence[int]) -> None:
-        services.chat_history.record(prepared.text, request.prompt, ids)
-
-    generation = Generation(
-        services, "chat", job.requests, "messages", prepared.splitter, prepared.extractor, remember=remember
-    )
+    generation = start(prepared, services, "chat", "messages")
     if job.stream:
         return EventSourceResponse(
             frames(generation, prepared, services), generation.close, services.timing.write, job.headers()

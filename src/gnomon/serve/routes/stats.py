@@ -30,6 +30,7 @@ async def stats(services: Annotated[Services, Depends(services_of)]) -> dict[str
             "limit": preparation.limit,
             "workers": preparation.workers,
         },
+        "response_store": services.responses.stats(),
         "history": {
             "entries": sum(map(len, histories)),
             "characters": sum(one.num_characters for one in histories),

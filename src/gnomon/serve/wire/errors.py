@@ -1,6 +1,8 @@
-"""The error body of OpenAI's API."""
+"""The error bodies of OpenAI's API and of Anthropic's."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 from typing_extensions import TypedDict
 
@@ -16,3 +18,13 @@ class ErrorDetail(TypedDict):
 
 class ErrorBody(TypedDict):
     error: ErrorDetail
+
+
+class AnthropicErrorDetail(TypedDict):
+    type: str
+    message: str
+
+
+class AnthropicErrorBody(TypedDict):
+    type: Literal["error"]
+    error: AnthropicErrorDetail

@@ -22,6 +22,7 @@ MEDIA_PARTS = {
     "video_url": "video",
     "file": "file",
     "input_file": "file",
+    "document": "document",
 }
 
 Content = Annotated[
@@ -118,23 +119,29 @@ def content_text(content: Any, path: str, model: str) -> str:
         return content
     if not isinstance(content, list):
         raise invalid(f"{path} must be a str or a list of parts, got {show(content)}", path)
-    texts: list[str] = []
-    for index, part in enumerate(cast("list[Any]", content)):
-        where = f"{path}[{index}]"
-        kind: Any = cast("dict[str, Any]", part).get("type") if isinstance(part, dict) else None
-        if not isinstance(kind, str):
-            raise invalid(f"{where} must be an object with a type, got {show(part)}", where)
-        if kind in MEDIA_PARTS:
-            raise invalid(
-                f"{where} is of type {kind}, but the model {model} takes no {MEDIA_PARTS[kind]} input",
-                where,
-                "unsupported",
-            )
-        if kind not in TEXT_PARTS:
-            raise invalid(f"{where}.type must be one of {', '.join(TEXT_PARTS)}, got {show(kind)}", f"{where}.type")
-        field = "refusal" if kind == "refusal" else "text"
-        text: Any = cast("dict[str, Any]", part).get(field)
-        if not isinstance(text, str):
-            raise invalid(f"{where}.{field} must be of type str, got {show(text)}", f"{where}.{field}")
-        texts.append(text)
-    return "".join(texts)
+    parts = enumerate(cast("list[Any]", content))
+    return "".join(part_text(part, f"{path}[{index}]", model) for index, part in parts)
+
+
+def part_kind(part: Any, path: str) -> str:
+    """The type of a part of a message. Raises APIError 400 where it has none."""
+    kind: Any = cast("dict[str, Any]", part).get("type") if isinstance(part, dict) else None
+    if not isinstance(kind, str):
+        raise invalid(f"{path} must be an object with a type, got {show(part)}", path)
+    return kind
+
+
+def part_text(part: Any, path: str, model: str) -> str:
+    """The text of a part of a message. Raises APIError 400 for a part that holds none."""
+    kind = part_kind(part, path)
+    if kind in MEDIA_PARTS:
+        raise invalid(
+            f"{path} is of type {kind}, but the model {model} takes no {MEDIA_PARTS[kind]} input", path, "unsupported"
+        )
+    if kind not in TEXT_PARTS:
+        raise invalid(f"{path}.type must be one of {', '.join(TEXT_PARTS)}, got {show(kind)}", f"{path}.type")
+    field = "refusal" if kind == "refusal" else "text"
+    text: Any = part.get(field)
+    if not isinstance(text, str):
+        raise invalid(f"{path}.{field} must be of type str, got {show(text)}", f"{path}.{field}")
+    return text

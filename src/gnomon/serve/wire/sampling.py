@@ -129,22 +129,7 @@ class SamplingFields(Fields):
 
     def stops(self) -> tuple[str, ...]:
         """The stop strings. Raises APIError 400."""
-        given: Any = self.stop
-        if given is None:
-            return ()
-        values: list[Any] = [given] if isinstance(given, str) else given if isinstance(given, list) else [None]
-        if len(values) > MAX_STOPS:
-            raise invalid(f"stop must have at most {MAX_STOPS} strings, got {len(values)}", "stop")
-        for value in values:
-            if not isinstance(value, str):
-                raise invalid(f"stop must be a str or a list of str, got {show(given)}", "stop")
-            if not value:
-                raise invalid("stop must not hold an empty string", "stop")
-            if len(value) > MAX_STOP_CHARACTERS:
-                raise invalid(
-                    f"stop strings must have at most {MAX_STOP_CHARACTERS} characters, got one of {len(value)}", "stop"
-                )
-        return tuple(values)
+        return stop_strings(self.stop, "stop")
 
     def biases(self, vocab_size: int) -> tuple[tuple[int, float], ...]:
         """`logit_bias` by token id. Raises APIError 400."""
@@ -207,6 +192,25 @@ class SamplingFields(Fields):
             logprobs=logprobs,
             hlg=self.tone_curve(defaults),
         )
+
+
+def stop_strings(given: Any, name: str) -> tuple[str, ...]:
+    """The stop strings in the field `name`. Raises APIError 400."""
+    if given is None:
+        return ()
+    values: list[Any] = [given] if isinstance(given, str) else given if isinstance(given, list) else [None]
+    if len(values) > MAX_STOPS:
+        raise invalid(f"{name} must have at most {MAX_STOPS} strings, got {len(values)}", name)
+    for value in values:
+        if not isinstance(value, str):
+            raise invalid(f"{name} must be a str or a list of str, got {show(given)}", name)
+        if not value:
+            raise invalid(f"{name} must not hold an empty string", name)
+        if len(value) > MAX_STOP_CHARACTERS:
+            raise invalid(
+                f"{name} strings must have at most {MAX_STOP_CHARACTERS} characters, got one of {len(value)}", name
+            )
+    return tuple(values)
 
 
 def _or(value: float | None, default: float) -> float:

@@ -1,0 +1,179 @@
+"""/v1/responses: OpenAI's stateful API. Responses are kept in this process only."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request
+from fastapi.responses import JSONResponse
+from starlette.responses import Response
+
+from gnomon.serve.body import parse, read_body, until_disconnect
+from gnomon.serve.errors import APIError, internal, invalid, naming, show
+from gnomon.serve.response_run import ResponseJob, ResponseRun
+from gnomon.serve.response_store import Conversation, StoredResponse
+from gnomon.serve.routes.chat_completions import MALFORMED, plan, start
+from gnomon.serve.schema import json_body
+from gnomon.serve.services import Services, services_of
+from gnomon.serve.sse import PING, EventSourceResponse
+from gnomon.serve.wire.responses import Deleted, ItemList, ResponseBody, ResponsesRequest
+from gnomon.serve.wire.responses_items import input_items, split
+from gnomon.serve.wire.usage import weakest
+
+logger = logging.getLogger(__name__)
+router = APIRouter()
+
+CHAT_NAMES = {"messages": "input", "response_format.json_schema": "text.format", "response_format": "text.format"}
+"""Fields of chat completions, and what this route calls them."""
+PAGE = 20
+MAX_PAGE = 100
+
+
+def prepare(body: bytes, services: Services, trace_id: str) -> ResponseJob:
+    """Parse, check, render and tokenise. Raises APIError: 404 for an unknown previous response, 400 naming what can't be honoured."""
+    request = parse(ResponsesRequest, body)
+    items = input_items(request.input)
+    before = Conversation()
+    if request.previous_response_id is not None:
+        before = _stored(services, request.previous_response_id, "previous_response_id").conversation
+    system, messages = split(items, services.engine.model.id)
+    conversation = Conversation(
+        before.instructions if request.instructions is None else request.instructions,
+        (*before.system, *system),
+        (*before.messages, *messages),
+    )
+    asked = request.chat(conversation)
+    with naming(CHAT_NAMES):
+        chat = plan(asked, services, trace_id, f"resp_{secrets.token_hex(12)}")
+    chat = replace(chat, job=replace(chat.job, warnings=(*chat.job.warnings, *request.warnings())))
+    echo = {**request.echo(), "instructions": conversation.instructions}
+    return ResponseJob(chat, echo, items, conversation, request.store is not False)
+
+
+@router.post("/v1/responses", response_model=ResponseBody, openapi_extra=json_body(ResponsesRequest))
+async def create(request: Request, services: Annotated[Services, Depends(services_of)]) -> Response:
+    """Answer items, or go on from an earlier response."""
+    body = await read_body(request, services.http.body_limit, services.timing.read)
+    return await until_disconnect(request, answer(body, services, request.state.trace_id))
+
+
+async def answer(body: bytes, services: Services, trace_id: str) -> Response:
+    prepared = await services.preparation.run(lambda: prepare(body, services, trace_id))
+    job = prepared.chat.job
+    generation = start(prepared.chat, services, "responses", "input")
+    run = ResponseRun(prepared, generation, services.responses, services.engine.model.id)
+    if job.stream:
+        return EventSourceResponse(frames(run, services), run.close, services.timing.write, job.headers())
+    try:
+        async for pieces in generation.pieces():
+            for piece in pieces or ():
+                run.outline.take(piece)
+        run.finish()
+    except APIError as error:
+        if run.status != "cancelled":
+            raise
+        run.fail(error)
+    finally:
+        run.close()
+    if generation.malformed:
+        logger.warning("%s: %s", job.id, MALFORMED)
+        job = replace(job, warnings=(*job.warnings, MALFORMED))
+    return JSONResponse(run.body(), headers=job.headers(weakest([job.tier, *(one.tier for one in generation.usages)])))
+
+
+async def frames(run: ResponseRun, services: Services) -> AsyncGenerator[bytes]:
+    """The response as server-sent events; a failure becomes the last of them."""
+    try:
+        yield run.begin()
+        async for pieces in run.generation.pieces(services.timing.keep_alive):
+            if pieces is None:
+                yield PING
+            elif told := b"".join(run.feed(piece) for piece in pieces):
+                yield told
+        if run.generation.malformed:
+            logger.warning("%s: %s", run.name, MALFORMED)
+        run.finish()
+    except APIError as error:
+        run.fail(error)
+    except Exception:  # the status is sent: whatever it is, this request alone hears of it here
+        logger.exception("stream %s failed", run.name)
+        run.fail(internal())
+    yield run.end()
+
+
+def _stored(services: Services, name: str, param: str = "response_id") -> StoredResponse:
+    found = services.responses.get(name)
+    if found is None:
+        raise APIError(
+            404,
+            f"{param} {show(name)} is not known: it was never stored here, was deleted, or is too old",
+            param=param,
+            code="previous_response_not_found" if param == "previous_response_id" else "response_not_found",
+        )
+    return found
+
+
+@router.get("/v1/responses/{response_id}", response_model=ResponseBody)
+async def retrieve(
+    response_id: str, services: Annotated[Services, Depends(services_of)], stream: str = "false"
+) -> Response:
+    """A response as it ended, or as it is now."""
+    if stream == "true":
+        raise invalid("stream: a response's events are told once, while it is made", "stream", "unsupported")
+    run = services.responses.running.get(response_id)
+    return JSONResponse(_stored(services, response_id).body if run is None else run.body())
+
+
+@router.delete("/v1/responses/{response_id}", response_model=Deleted)
+async def delete(response_id: str, services: Annotated[Services, Depends(services_of)]) -> Response:
+    """Forget a response."""
+    _stored(services, response_id)
+    services.responses.delete(response_id)
+    deleted: Deleted = {"id": response_id, "object": "response", "deleted": True}
+    return JSONResponse(deleted)
+
+
+@router.post("/v1/responses/{response_id}/cancel", response_model=ResponseBody)
+async def cancel(response_id: str, services: Annotated[Services, Depends(services_of)]) -> Response:
+    """Stop a response under way; it is not stored."""
+    run = services.responses.running.get(response_id)
+    if run is None:
+        status = _stored(services, response_id).body["status"]
+        raise invalid(f"response_id {show(response_id)} is {status} and can't be cancelled", "response_id")
+    return JSONResponse(run.cancel())
+
+
+@router.get("/v1/responses/{response_id}/input_items", response_model=ItemList)
+async def list_input(
+    response_id: str,
+    services: Annotated[Services, Depends(services_of)],
+    limit: str = str(PAGE),
+    order: str = "desc",
+    after: str | None = None,
+) -> Response:
+    """The items of the request that a response answers, the last first."""
+    items: list[dict[str, Any]] = list(_stored(services, response_id).input)
+    if not limit.isdecimal() or not 1 <= int(limit[:9]) <= MAX_PAGE:
+        raise invalid(f"limit must be at least 1 and at most {MAX_PAGE}, got {show(limit)}", "limit")
+    if order not in ("asc", "desc"):
+        raise invalid(f"order must be asc or desc, got {show(order)}", "order")
+    if order == "desc":
+        items.reverse()
+    if after is not None:
+        ids = [item["id"] for item in items]
+        if after not in ids:
+            raise invalid(f"after {show(after)} is none of the items", "after")
+        items = items[ids.index(after) + 1 :]
+    page = items[: int(limit)]
+    listed: ItemList = {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": len(items) > len(page),
+    }
+    return JSONResponse(listed)
