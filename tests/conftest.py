@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -44,3 +46,18 @@ def _or_skip(get) -> Path:
         if "could not be fetched" in str(error):
             pytest.skip(f"{_UNREACHABLE}: {str(error).splitlines()[-1]}")
         raise
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_it_was() -> Iterator[None]:
+    """What a verb run in this process sets up for its logs ends with its test."""
+    root, own = logging.getLogger(), logging.getLogger("gnomon")
+    before = root.handlers[:], root.level, own.level
+    yield
+    root.handlers[:] = [handler for handler in root.handlers if handler in before[0] or not _is_ours(handler)]
+    root.setLevel(before[1])
+    own.setLevel(before[2])
+
+
+def _is_ours(handler: logging.Handler) -> bool:
+    return type(handler) is logging.StreamHandler

@@ -102,6 +102,9 @@ def load(config: Config) -> InProcess:
     """The model for `generate` and `chat`, found (fetched, if it is the starter) and loaded in this process."""
     from gnomon.cli._talk import InProcess
 
+    if config.origin("log", "log_level").kind == "default":
+        # An answer on the terminal is no place for what a server tells of each request.
+        logging.getLogger("gnomon").setLevel(logging.WARNING)
     found = find(config)
     with working(f"loading {found.id}"):
         loaded = start(config, found)
