@@ -54,19 +54,22 @@ def run(engine: Engine, together: list[Request]) -> dict[str, Result]:
     engine.wait(120)
     results: dict[str, Result] = {r.id: ([], []) for r in together}
     left = threading.Semaphore(0)
+    ended: list[Finished | Failed] = []
 
     def sink(request: Request, event: Event) -> None:
         if isinstance(event, Delta):
             results[request.id][0].extend(event.ids)
             results[request.id][1].extend(t.logprob for t in event.logprobs)
         elif isinstance(event, Finished | Failed):
-            assert isinstance(event, Finished), event
+            ended.append(event)
             left.release()
 
     for request in together:
         engine.submit(request, lambda event, r=request: sink(r, event))
     for _ in together:
         assert left.acquire(timeout=120)
+    assert [type(event) for event in ended] == [Finished] * len(ended), ended
+    assert {event.usage.tier for event in ended if isinstance(event, Finished)} == {engine.model.tier}
     return results
 
 

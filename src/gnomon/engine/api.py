@@ -97,7 +97,9 @@ class TokenLogprob:
     top: tuple[TopLogprob, ...] = ()
 
 
-CacheTier = Literal["none", "ram", "ssd"]
+Tier = Literal["L1", "L2", "Lab"]
+"""What a result promises: mlx-lm's bits, mixed KV's, or a stated tolerance."""
+CacheTier = Literal["none", "ram"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +120,7 @@ class Usage:
     queue_seconds: float = 0.0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
-    tier: Literal["L1", "L2", "Lab"] = "L1"
+    tier: Tier = "L1"
     lane: Literal["serial", "batched"] = "serial"
     cache_tier: CacheTier = "none"
     """Where the reused tokens' state came from."""
@@ -221,7 +223,7 @@ class ModelInfo:
     created: int
     batchable: bool = True
     why_not_batchable: str | None = None
-    tier: Literal["L1", "L2", "Lab"] = "L1"
+    tier: Tier = "L1"
     """What requests run in whose own fields don't lower it."""
 
 

@@ -138,7 +138,7 @@ class Engine:
         limit = admission.token_limit(request, model, self.config.context_limit, in_memory)
         seed = request.sampling.seed
         grammar = None if request.constraint is None else self._grammar(request.constraint)
-        job = Job(request, sink, limit, fresh_seed() if seed is None else seed, grammar)
+        job = Job(request, sink, limit, fresh_seed() if seed is None else seed, grammar, tier=model.tier)
         with self._lock:
             self._refuse_if_closed()
             if request.id in self._open:

@@ -18,6 +18,7 @@ from gnomon.engine.api import (
     Progress,
     Request,
     Sink,
+    Tier,
     Usage,
 )
 from gnomon.engine.constrained import RowConstraint
@@ -34,10 +35,22 @@ ProposerFactory = Callable[[Request, int], Proposer | None]
 
 
 class Job:
-    """One request: its choices share a prompt, a prefill and an end. `limit` is the most tokens a choice may get."""
+    """One request: its choices share a prompt, a prefill and an end. `limit` is the most tokens a choice may get, `tier` that of the
+    engine's operations."""
 
-    def __init__(self, request: Request, sink: Sink, limit: int, seed: int, grammar: Compiled | None = None) -> None:
+    def __init__(
+        self,
+        request: Request,
+        sink: Sink,
+        limit: int,
+        seed: int,
+        grammar: Compiled | None = None,
+        *,
+        tier: Tier = "L1",
+    ) -> None:
         self.request = request
+        # Tone-curve sampling has no oracle outside.
+        self.tier: Tier = tier if request.sampling.hlg is None else "Lab"
         self.sink = sink
         self.limit = limit
         self.seed = seed
@@ -130,6 +143,7 @@ class Job:
             queue_seconds=admitted - self.submitted,
             prefill_seconds=first - admitted,
             decode_seconds=now - first,
+            tier=self.tier,
             lane="batched" if self.batched else "serial",
             cached_tokens=self.num_cached,
             cache_tier="ram" if self.num_cached else "none",

@@ -41,7 +41,7 @@ class Kernels:
     """How many layers of each class were swapped for fused ones."""
 
     def stats(self) -> Mapping[str, Any]:
-        """For `/stats` and `gnomon doctor`, as plain JSON values."""
+        """For `/stats`, as plain JSON values."""
         return {
             "policy": self.policy,
             "native": self.native,
