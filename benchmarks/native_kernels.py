@@ -52,7 +52,7 @@ def main() -> None:
         for policy in ("stock", "native")
     }
     samples: dict[str, list[tuple[float, float]]] = {policy: [] for policy in engines}
-    draw = random.Random(1)  # noqa: S311
+    draw = random.Random(1)
     for pair in range(-1, args.pairs):
         prompt = tuple(draw.randrange(1000, 20000) for _ in range(args.prompt))
         for policy in sorted(engines, reverse=pair % 2 == 0):
