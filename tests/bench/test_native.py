@@ -31,7 +31,7 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def sides(model_directory: Path) -> Iterator[dict[str, Side]]:
     made: dict[str, Side] = {
-        "gnomon": GnomonSide(model_directory, {}, "f" * 64),
+        "gnomon": GnomonSide(model_directory, {"l1": True}, "f" * 64),
         "mlx-lm": ReferenceSide(model_directory, {}, "f" * 64),
     }
     yield made
@@ -83,6 +83,10 @@ def test_memory_returns_to_where_it_was(sides: dict[str, Side], side: str) -> No
 def test_unknown_settings_are_refused(make: Callable[..., Side], model_directory: Path) -> None:
     with pytest.raises(ValueError, match=r"unknown .* setting 'colour'"):
         make(model_directory, {"colour": "red"}, None)
+
+
+def test_settings_of_engine_and_kernels_are_taken_and_told(sides: dict[str, Side]) -> None:
+    assert (sides["gnomon"].effective["l1"], sides["gnomon"].effective["batch"]) == (True, 8)
 
 
 def test_the_reference_takes_kv_settings(model_directory: Path) -> None:

@@ -20,7 +20,7 @@ from gnomon.bench.schema import Work
 from gnomon.bench.synthetic import fill, probed
 from gnomon.bench.workload import ArmFailed, Measurement, Unsupported, Workload
 from gnomon.chat.tokenizer import Tokenizer
-from gnomon.config import EngineConfig
+from gnomon.config import EngineConfig, KernelConfig, resolve
 from gnomon.engine.api import Delta, Event, Failed, Finished, Request, Sink
 from gnomon.engine.engine import Engine
 from gnomon.models.load import LoadedModel, load
@@ -256,22 +256,33 @@ class ReferenceSide:
 
 
 class GnomonSide:
-    """Gnomon's engine, driven through its public door. Settings are the fields of `EngineConfig`."""
+    """Gnomon's engine, driven through its public door. Settings are the fields of `EngineConfig` and `KernelConfig`."""
 
     def __init__(self, path: Path, settings: Mapping[str, Any], model_sha256: str | None) -> None:
-        known = [f.name for f in fields(EngineConfig)]
+        of_kernels = {f.name for f in fields(KernelConfig)}
+        known = [f.name for f in (*fields(EngineConfig), *fields(KernelConfig))]
         unknown = sorted(set(settings) - set(known))
         if unknown:
             raise ValueError(f"unknown Gnomon setting {unknown[0]!r}; known: {', '.join(known)}")
         # Repeated prompts are to be computed each time.
-        config = replace(EngineConfig(prompt_cache=0), **settings)
+        config = replace(
+            EngineConfig(prompt_cache=0), **{name: value for name, value in settings.items() if name not in of_kernels}
+        )
+        kernels = KernelConfig(**{name: value for name, value in settings.items() if name in of_kernels})
         tokenizer = Tokenizer.load(path)
         self._depth, self._seed = 0, 0
-        self._engine = Engine(lambda: self._load(path), tokenizer, config, prime=self._prime)
+        self._engine = Engine(
+            lambda: self._load(path),
+            tokenizer,
+            config,
+            kernels=kernels,
+            kernel_cache=resolve().paths.cache / "kernels",
+            prime=self._prime,
+        )
         self._engine.wait(LOAD_TIMEOUT)
         self._path = path
         self._sha = model_sha256
-        self.effective: dict[str, JsonValue] = dict(asdict(config))
+        self.effective: dict[str, JsonValue] = {**asdict(config), **asdict(kernels)}
 
     def measure(self, workload: Workload) -> Measurement:
         cell = workload.cell

@@ -21,7 +21,7 @@ HELP = (
 )
 
 ARMS = """an arm is one of
-  set:KEY=VALUE,...   Gnomon's engine with these settings (fields of the engine's configuration; `set:` alone: as it is)
+  set:KEY=VALUE,...   Gnomon's engine with these settings (fields of the engine's configuration and of kernels; `set:` alone: as it is)
   mlx-lm[:KEY=VALUE,...]   unmodified mlx-lm with these settings
   rev:REVISION[:KEY=VALUE,...]   Gnomon's engine as of a git revision of this checkout
   cmd:COMMAND LINE   any command; {seed}, {block} and {nonce} are replaced; timed, or as its last line of JSON reports
