@@ -50,6 +50,9 @@ class Choice:
     malformed: list[str] = field(default_factory=list[str])
     """Why text that looked like a tool call is none."""
     ended: bool = False
+    """The last piece was made."""
+    running: bool = True
+    """The engine has not told that it ended."""
 
     @property
     def calls(self) -> int:
@@ -160,9 +163,10 @@ class Assembly:
         return [reason for choice in self.choices.values() for reason in choice.malformed]
 
     @property
-    def ended(self) -> bool:
-        """Every choice has had its last piece, whatever the engine still makes of it."""
-        return all(choice.ended for choice in self.choices.values())
+    def outlived(self) -> bool:
+        """Every choice has had its last piece, and the engine still works on one."""
+        choices = self.choices.values()
+        return all(choice.ended for choice in choices) and any(choice.running for choice in choices)
 
     def feed(self, event: Event) -> list[Piece]:
         """Raises APIError when the event tells of a failure."""
@@ -171,6 +175,7 @@ class Assembly:
                 return self.choices[event.request_id, event.index].feed(event)
             case ChoiceFinished():
                 choice = self.choices[event.request_id, event.index]
+                choice.running = False
                 if event.reason in ("stop", "length"):
                     return choice.finish(event.reason, event.stop)
                 if event.reason == "cancelled" and not choice.ended:
@@ -250,7 +255,7 @@ class Generation:
                     except APIError as error:
                         failure = error
                         break
-                if self._assembly.ended and not self._stream.ended:
+                if self._assembly.outlived and not self._stream.ended:
                     self._stream.cancel()
                 if made or not events:
                     yield made or None
