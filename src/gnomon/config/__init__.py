@@ -1,0 +1,53 @@
+"""Every flag, variable, default and range, decided once: flag, then GNOMON_* variable, then the model's generation_config, then built-in.
+
+One file per group of settings: frozen dataclasses whose fields carry an `Option`. argparse arguments, environment reading, range
+checks and `gnomon config` are all derived from them. Nothing else in Gnomon reads the environment.
+"""
+
+from gnomon.config.engine import EngineConfig
+from gnomon.config.http import HTTPConfig
+from gnomon.config.kernel import KernelConfig
+from gnomon.config.log import LogConfig, TraceConfig
+from gnomon.config.model import ClientConfig, ModelConfig, Paths
+from gnomon.config.resolve import (
+    COMMON,
+    GROUPS,
+    SERVE,
+    Config,
+    Group,
+    Origin,
+    add_arguments,
+    resolve,
+    settings,
+    with_model_defaults,
+)
+from gnomon.config.sampling import SamplingDefaults
+from gnomon.config.units import GB, GiB, KiB, MiB
+from gnomon.options import ConfigError
+
+__all__ = [
+    "COMMON",
+    "GB",
+    "GROUPS",
+    "SERVE",
+    "ClientConfig",
+    "Config",
+    "ConfigError",
+    "EngineConfig",
+    "GiB",
+    "Group",
+    "HTTPConfig",
+    "KernelConfig",
+    "KiB",
+    "LogConfig",
+    "MiB",
+    "ModelConfig",
+    "Origin",
+    "Paths",
+    "SamplingDefaults",
+    "TraceConfig",
+    "add_arguments",
+    "resolve",
+    "settings",
+    "with_model_defaults",
+]

@@ -1,0 +1,201 @@
+"""Decides every value once: flag, then GNOMON_* variable, then the model's generation_config, then built-in."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import os
+import typing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+from gnomon.config.engine import EngineConfig
+from gnomon.config.http import HTTPConfig
+from gnomon.config.kernel import KernelConfig
+from gnomon.config.log import LogConfig, TraceConfig
+from gnomon.config.model import ClientConfig, ModelConfig, Paths
+from gnomon.config.sampling import SamplingDefaults
+from gnomon.options import ConfigError, Given, Setting, Take, TakeFlag, kind_of
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a value came from; `name` is the flag, the variable or the model."""
+
+    kind: Literal["flag", "environment", "model", "default"]
+    name: str = ""
+
+    def __str__(self) -> str:
+        return {"flag": self.name, "environment": self.name, "model": f"generation_config of {self.name}"}.get(
+            self.kind, "built-in"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Everything resolved. `origins` is keyed `group.field`; `notes` are remarks worth a warning."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
+    http: HTTPConfig = field(default_factory=HTTPConfig)
+    client: ClientConfig = field(default_factory=ClientConfig)
+    paths: Paths = field(default_factory=Paths)
+    log: LogConfig = field(default_factory=LogConfig)
+    kernel: KernelConfig = field(default_factory=KernelConfig)
+    trace: TraceConfig = field(default_factory=TraceConfig)
+    origins: Mapping[str, Origin] = field(default_factory=dict[str, Origin])
+    notes: tuple[str, ...] = ()
+
+    def origin(self, group: str, name: str) -> Origin:
+        return self.origins.get(f"{group}.{name}", Origin("default"))
+
+
+Group = type[
+    ModelConfig
+    | EngineConfig
+    | SamplingDefaults
+    | HTTPConfig
+    | ClientConfig
+    | Paths
+    | LogConfig
+    | KernelConfig
+    | TraceConfig
+]
+GROUPS: Mapping[str, Group] = {
+    "model": ModelConfig,
+    "engine": EngineConfig,
+    "sampling": SamplingDefaults,
+    "http": HTTPConfig,
+    "client": ClientConfig,
+    "paths": Paths,
+    "log": LogConfig,
+    "kernel": KernelConfig,
+    "trace": TraceConfig,
+}
+COMMON = (Paths, LogConfig)
+"""Groups whose flags every verb takes."""
+SERVE = (ModelConfig, EngineConfig, SamplingDefaults, HTTPConfig, KernelConfig, TraceConfig, *COMMON)
+
+
+def settings(groups: Iterable[Group] | None = None) -> Iterator[Setting]:
+    """All options of these groups (default: of all), in the order of declaration."""
+    wanted = set(groups) if groups is not None else None
+    for name, group in GROUPS.items():
+        if wanted is not None and group not in wanted:
+            continue
+        hints = typing.get_type_hints(group)
+        for f in dataclasses.fields(group):
+            if "option" in f.metadata:
+                kind, choices = kind_of(hints[f.name])
+                yield Setting(name, f.name, f.metadata["option"], f.default, kind, choices)
+
+
+def add_arguments(parser: argparse.ArgumentParser, groups: Sequence[Group]) -> None:
+    """Add the flags of `groups` to a parser. Values stay text until `resolve`, so that one place checks them."""
+    if ModelConfig in groups:
+        parser.add_argument("model.positional", nargs="?", metavar="MODEL", help="same as --model, which wins")
+    titles = {name: parser.add_argument_group(name) for name, group in GROUPS.items() if group in groups}
+    for s in settings(groups):
+        names = [s.flag, *s.option.aliases]
+        into, default = titles[s.group], s.show(s.default)
+        text = f"{s.option.help} [{s.env}; {default}{f'; {s.option.range} {s.option.unit}'.rstrip() if s.option.range else ''}]".replace(
+            "%", "%%"
+        )
+        if s.kind == "flag":
+            into.add_argument(*names, dest=s.dest, action=TakeFlag, default=None, help=text)
+            continue
+        shown = {"int": "N", "float": "X", "path": "PATH", "switch": "on|off", "choice": "|".join(s.choices)}.get(
+            s.kind, "TEXT"
+        )
+        into.add_argument(
+            *names,
+            dest=s.dest,
+            action=Take,
+            nargs=None if s.kind == "list" else "?",
+            const="on" if s.kind == "switch" else None,
+            default=None,
+            help=text,
+            metavar=s.option.metavar or ("X" if s.option.scale > 1 else shown),
+        )
+
+
+def resolve(args: argparse.Namespace | None = None, environ: Mapping[str, str] | None = None) -> Config:
+    """Decide every value once. `args` comes from a parser with `add_arguments`; `environ` defaults to the process's.
+
+    Raises ConfigError naming the flag or variable, the value and the range.
+    """
+    environ = dict(os.environ if environ is None else environ)
+    given: dict[str, Any] = vars(args) if args is not None else {}
+    values: dict[str, dict[str, Any]] = {name: {} for name in GROUPS}
+    origins: dict[str, Origin] = {}
+    for s in settings():
+        found = _from_flag(s, given) or _from_environment(s, environ)
+        if found is not None:
+            values[s.group][s.name], origins[s.dest] = found
+    if given.get("model.positional"):
+        values["model"]["query"], origins["model.query"] = given["model.positional"], Origin("flag", "argument")
+    built = {name: group(**values[name]) for name, group in GROUPS.items()}
+    kernel = cast("KernelConfig", built["kernel"])
+    if kernel.l1 and kernel.kernels == "native":
+        raise ConfigError(
+            str(origins["kernel.l1"]), "excludes --kernels native: only stock operations equal mlx-lm to the bit"
+        )
+    return Config(**cast("dict[str, Any]", built), origins=origins, notes=tuple(_unknown_variables(environ)))
+
+
+def _from_flag(s: Setting, given: Mapping[str, Any]) -> tuple[Any, Origin] | None:
+    takes: list[Given] = [g for g in given.get(s.dest) or () if g.text is not None]
+    if not takes:
+        return None
+    if s.kind == "list":
+        return tuple(s.parse(g.flag, g.text or "") for g in takes), Origin("flag", s.flag)
+    last = next((g for g in reversed(takes) if g.flag == s.flag), takes[-1])
+    return s.parse(last.flag, last.text or ""), Origin("flag", last.flag)
+
+
+def _from_environment(s: Setting, environ: Mapping[str, str]) -> tuple[Any, Origin] | None:
+    name = next((n for n in (s.env, *s.option.env_aliases) if environ.get(n)), None)
+    if name is None:
+        return None
+    text = environ[name]
+    value = tuple(part.strip() for part in text.split(",") if part.strip()) if s.kind == "list" else s.parse(name, text)
+    return value, Origin("environment", name)
+
+
+def _unknown_variables(environ: Mapping[str, str]) -> Iterator[str]:
+    known = {n for s in settings() for n in (s.env, *s.option.env_aliases)}
+    for name in sorted(environ):
+        if name.startswith("GNOMON_") and name not in known:
+            # Compared without the shared prefix, which would make any two names alike.
+            near = difflib.get_close_matches(name[7:], [k[7:] for k in known], 1)
+            yield f"{name} is no variable of Gnomon and has no effect" + (
+                f"; did you mean GNOMON_{near[0]}?" if near else ""
+            )
+
+
+def with_model_defaults(config: Config, generation_config: Mapping[str, Any], model: str) -> Config:
+    """The config with what a model's generation_config.json says for sampling fields that no flag or variable set.
+
+    Values out of range are left out and noted: a model's file must not stop the server. `do_sample: false` means greedy.
+    """
+    said = dict(generation_config)
+    if said.get("do_sample") is False:
+        said["temperature"] = 0.0
+    taken: dict[str, Any] = {}
+    notes: list[str] = []
+    by_name = {s.name: s for s in settings([SamplingDefaults])}
+    for name in ("temperature", "top_p", "top_k", "min_p"):
+        if said.get(name) is None or getattr(config.sampling, name) is not None:
+            continue
+        try:
+            taken[name] = by_name[name].parse(name, str(said[name]))
+        except ConfigError as e:
+            notes.append(f"generation_config of {model} ignored: {e}")
+    if not taken and not notes:
+        return config
+    sampling = dataclasses.replace(config.sampling, **taken, from_model=config.sampling.from_model | set(taken))
+    origins = {**config.origins, **{f"sampling.{name}": Origin("model", model) for name in taken}}
+    return dataclasses.replace(config, sampling=sampling, origins=origins, notes=(*config.notes, *notes))
