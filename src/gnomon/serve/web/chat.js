@@ -55,7 +55,7 @@ async function drop(one) {
 function open(one) {
   running?.abort();
   current = one;
-  location.hash = one.id;
+  history.replaceState(null, "", `#${one.id}`);
   turns = one.messages.map((each) => new Turn(each, actions));
   log.replaceChildren(...turns.map((turn) => turn.element));
   log.scrollTop = log.scrollHeight;
