@@ -393,6 +393,8 @@ class Core:
         under_way = (self.scheduler.long, self.scheduler.short)
         states += [one.prefill.state for one in under_way if one is not None]
         counters.kv_bytes = sum(state.nbytes() for state in states if state is not None)
+        if self.speculation is not None and self.speculation.draft is not None:
+            counters.kv_bytes += self.speculation.draft.nbytes()
         counters.active_rows = self.batch.num_open
         counters.memory = {
             "active_bytes": mx.get_active_memory(),

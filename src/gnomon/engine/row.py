@@ -212,6 +212,12 @@ class Row:
         return self.job.request.namespace
 
     @property
+    def has_processors(self) -> bool:
+        """Whether anything changes the scores before a token is drawn from them."""
+        params = self.job.request.sampling
+        return bool(params.logit_bias or RowSampling(params, 0).penalty_windows)
+
+    @property
     def last(self) -> int:
         """The token the row feeds next, of those read back."""
         return self.tokens[-1] if self.tokens else self.job.prompt[-1]
