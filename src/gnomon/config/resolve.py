@@ -14,6 +14,7 @@ from typing import Any, Literal, cast
 from gnomon.config.engine import EngineConfig
 from gnomon.config.http import HTTPConfig
 from gnomon.config.kernel import KernelConfig
+from gnomon.config.kv import KvConfig
 from gnomon.config.log import LogConfig, TraceConfig
 from gnomon.config.model import ClientConfig, ModelConfig, Paths
 from gnomon.config.sampling import SamplingDefaults
@@ -45,6 +46,7 @@ class Config:
     paths: Paths = field(default_factory=Paths)
     log: LogConfig = field(default_factory=LogConfig)
     kernel: KernelConfig = field(default_factory=KernelConfig)
+    kv: KvConfig = field(default_factory=KvConfig)
     trace: TraceConfig = field(default_factory=TraceConfig)
     origins: Mapping[str, Origin] = field(default_factory=dict[str, Origin])
     notes: tuple[str, ...] = ()
@@ -62,6 +64,7 @@ Group = type[
     | Paths
     | LogConfig
     | KernelConfig
+    | KvConfig
     | TraceConfig
 ]
 GROUPS: Mapping[str, Group] = {
@@ -73,11 +76,12 @@ GROUPS: Mapping[str, Group] = {
     "paths": Paths,
     "log": LogConfig,
     "kernel": KernelConfig,
+    "kv": KvConfig,
     "trace": TraceConfig,
 }
 COMMON = (Paths, LogConfig)
 """Groups whose flags every verb takes."""
-SERVE = (ModelConfig, EngineConfig, SamplingDefaults, HTTPConfig, KernelConfig, TraceConfig, *COMMON)
+SERVE = (ModelConfig, EngineConfig, SamplingDefaults, HTTPConfig, KernelConfig, KvConfig, TraceConfig, *COMMON)
 
 
 def settings(groups: Iterable[Group] | None = None) -> Iterator[Setting]:
@@ -143,6 +147,10 @@ def resolve(args: argparse.Namespace | None = None, environ: Mapping[str, str] |
         raise ConfigError(
             str(origins["kernel.l1"]), "excludes --kernels native: only stock operations equal mlx-lm to the bit"
         )
+    kv = cast("KvConfig", built["kv"])
+    if kernel.l1 and kv.l2:
+        raise ConfigError(str(origins["kv.l2"]), "excludes --l1: one names mlx-optiq as the oracle, the other mlx-lm")
+    _ = kv.scheme  # a scheme that can't be is refused here, with every other value
     return Config(**cast("dict[str, Any]", built), origins=origins, notes=tuple(_unknown_variables(environ)))
 
 

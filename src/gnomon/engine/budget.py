@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import psutil
 
+from gnomon.config import KvScheme
 from gnomon.engine.row import Job
 from gnomon.models.fit import PREFILL, TRANSIENT_PER_TOKEN, Needs, measure_needs, usable
 from gnomon.models.load import LoadedModel
@@ -80,13 +81,13 @@ def allocator_limits(limit: int | None) -> Generator[None]:
             mx.set_wired_limit(wired)
 
 
-def budget_for(loaded: LoadedModel, limit: int | None) -> Budget:
-    """Measure a loaded model.
+def budget_for(loaded: LoadedModel, limit: int | None, kv: KvScheme | None = None) -> Budget:
+    """Measure a loaded model under a scheme of keys and values.
 
     Raises `OverBudget` when not even one token fits, and ValueError when there is a limit and the model can't be measured.
     """
     try:
-        needs = measure_needs(loaded.path)
+        needs = measure_needs(loaded.path, kv)
     except (OSError, ValueError):
         if limit is not None:
             raise

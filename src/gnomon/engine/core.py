@@ -21,6 +21,7 @@ from gnomon.engine.runner import Runner, forked
 from gnomon.engine.scheduler import Prepared, Scheduler
 from gnomon.models.load import LoadedModel
 from gnomon.state.batch_state import BatchState
+from gnomon.state.codecs import Coding
 from gnomon.state.prefix import PrefixCache
 from gnomon.trace import OFF, Phase, Tracer, Value
 
@@ -53,6 +54,7 @@ class Core:
         on_close: Callable[[Job], None],
         *,
         prime: Callable[[BatchState], None] | None = None,
+        coding: Coding | None = None,
         tracer: Tracer = OFF,
     ) -> None:
         self.loaded = loaded
@@ -60,7 +62,7 @@ class Core:
         self.mailbox = mailbox
         self.counters = counters
         self.heart = heart
-        self.runner = Runner(loaded, config, counters, heart, prime)
+        self.runner = Runner(loaded, config, counters, heart, prime, coding)
         self.make_proposer = propose if loaded.binding.window_safe else None
         if propose is not None and not loaded.binding.window_safe:
             log.warning("a window of several tokens disturbs %s models: nothing is proposed", loaded.model_type)

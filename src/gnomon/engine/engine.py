@@ -14,7 +14,7 @@ from typing import Any
 
 from gnomon.chat.constraint import Constraint
 from gnomon.chat.tokenizer import Tokenizer
-from gnomon.config import EngineConfig, KernelConfig
+from gnomon.config import EngineConfig, KernelConfig, KvScheme
 from gnomon.engine import admission, stats
 from gnomon.engine.api import (
     EngineUnavailable,
@@ -31,6 +31,7 @@ from gnomon.engine.api import (
     Unenforceable,
 )
 from gnomon.engine.budget import Budget, allocator_limits, budget_for
+from gnomon.engine.coding import coding_for, stats_of, tier_of
 from gnomon.engine.completion import Completion, collect
 from gnomon.engine.core import Core
 from gnomon.engine.counters import Counters
@@ -79,10 +80,13 @@ class Engine:
         tracer: Tracer = OFF,
         kernels: KernelConfig | None = None,
         kernel_cache: Path | None = None,
+        kv: KvScheme | None = None,
     ) -> None:
         self.config = config or EngineConfig()
         self._kernel_config = kernels or KernelConfig(kernels="stock")
         self._kernel_cache = kernel_cache
+        self._kv = kv or KvScheme()
+        self._kv_stats: dict[str, Any] = {}
         self._kernels = Kernels("stock", native=False)
         self.tokenizer = tokenizer
         self._load = load
@@ -254,6 +258,7 @@ class Engine:
             **stats.snapshot(self._counters, self.config, self._model, self._budget, jobs),
             **({"prompt_cache": self._core.reuse.stats()} if self._core is not None else {}),
             "kernels": dict(self._kernels.stats()),
+            "kv_quant": self._kv_stats,
         }
 
     def drain(self, timeout: float) -> bool:
@@ -351,7 +356,9 @@ class Engine:
         )
         binding = loaded.binding
         limits = [one for one in (loaded.context_length, self.config.context_limit) if one is not None]
-        budget = self._budget = budget_for(loaded, self.config.memory_budget)
+        budget = self._budget = budget_for(loaded, self.config.memory_budget, self._kv)
+        coding = coding_for(loaded, self._kv)
+        self._kv_stats = stats_of(self._kv, coding, loaded)
         core = Core(
             loaded,
             self.tokenizer,
@@ -363,6 +370,7 @@ class Engine:
             self._propose,
             self._closed,
             prime=self._prime,
+            coding=coding,
             tracer=self._tracer,
         )
         self._model = ModelInfo(
@@ -376,7 +384,7 @@ class Engine:
             created=int(self._started),
             batchable=binding.batchable,
             why_not_batchable=binding.why_not,
-            tier="Lab" if self._kernels.native else "L1",
+            tier="Lab" if self._kernels.native else tier_of(self._kv, coding, loaded),
         )
         return core
 
@@ -422,13 +430,15 @@ def load(
     *,
     kernels: KernelConfig | None = None,
     kernel_cache: Path | None = None,
+    kv: KvScheme | None = None,
     model_id: str | None = None,
     on_failure: Callable[[str], None] | None = None,
     tracer: Tracer = OFF,
 ) -> Engine:
     """Load the MLX model directory at `path` and start its engine. Raises what loading raises.
 
-    `kernels` None means stock operations; builds of native kernels are kept in `kernel_cache`. Stop the engine when done: it is a
+    `kernels` None means stock operations; builds of native kernels are kept in `kernel_cache`. `kv` None
+    holds keys and values plain. Stop the engine when done: it is a
     context manager.
     """
     path = Path(path)
@@ -443,6 +453,7 @@ def load(
         on_failure=on_failure,
         kernels=kernels,
         kernel_cache=kernel_cache,
+        kv=kv,
         tracer=tracer,
     )
     try:
