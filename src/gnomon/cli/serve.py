@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     with bound:
         found = find(config)
         with working(f"loading {found.id}"):
-            loaded = start(config, found)
+            loaded = start(config, found, serving=True)
 
         def ready() -> None:
             console.print(f"Gnomon {VERSION} serves {found.id} at {address_of(bound)}", markup=False, soft_wrap=True)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
+from gnomon.config.checkpoint import CheckpointConfig
 from gnomon.config.engine import EngineConfig
 from gnomon.config.http import HTTPConfig
 from gnomon.config.kernel import KernelConfig
@@ -46,6 +47,7 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
     kernel: KernelConfig = field(default_factory=KernelConfig)
     trace: TraceConfig = field(default_factory=TraceConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     origins: Mapping[str, Origin] = field(default_factory=dict[str, Origin])
     notes: tuple[str, ...] = ()
 
@@ -63,6 +65,7 @@ Group = type[
     | LogConfig
     | KernelConfig
     | TraceConfig
+    | CheckpointConfig
 ]
 GROUPS: Mapping[str, Group] = {
     "model": ModelConfig,
@@ -74,10 +77,11 @@ GROUPS: Mapping[str, Group] = {
     "log": LogConfig,
     "kernel": KernelConfig,
     "trace": TraceConfig,
+    "checkpoint": CheckpointConfig,
 }
 COMMON = (Paths, LogConfig)
 """Groups whose flags every verb takes."""
-SERVE = (ModelConfig, EngineConfig, SamplingDefaults, HTTPConfig, KernelConfig, TraceConfig, *COMMON)
+SERVE = (ModelConfig, EngineConfig, SamplingDefaults, HTTPConfig, KernelConfig, TraceConfig, CheckpointConfig, *COMMON)
 
 
 def settings(groups: Iterable[Group] | None = None) -> Iterator[Setting]:
