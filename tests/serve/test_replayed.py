@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from fake_engine import FakeEngine, Job
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +24,7 @@ THOUGHT = "<think>so it is</think>\n\nyes, <b>it</b> is"
 @given(st.lists(st.integers(1, len(THOUGHT) - 1), unique=True).map(sorted), st.data())
 def test_reasoning_and_content_are_split_and_counted_alike(borders: list[int], data: st.DataObject) -> None:
     edges = [0, *borders, len(THOUGHT)]
-    deltas = [Delta("r", 0, THOUGHT[a:b], (a,)) for a, b in zip(edges, edges[1:], strict=False)]
+    deltas = [Delta("r", 0, THOUGHT[a:b], (a,)) for a, b in itertools.pairwise(edges)]
     seam = data.draw(st.integers(0, len(deltas)))
     one, other = (Assembly([Request("r", (1,))], TagFormat("<think>", "</think>").splitter) for _ in range(2))
     whole = [piece for delta in deltas for piece in one.feed(delta)]
