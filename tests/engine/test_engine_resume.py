@@ -17,14 +17,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_fixtures import Rig, tiny_engine, tiny_loaded, tiny_tokenizer
+from engine_fixtures import VOCAB_SIZE, Rig, tiny_engine, tiny_loaded, tiny_tokenizer
 from gnomon.chat import constraint
 from gnomon.chat.reasoning import TagFormat, Thinking
-from gnomon.config import EngineConfig
+from gnomon.config import EngineConfig, SpeculationConfig
 from gnomon.engine.api import Delta, Failed, Finished, Replayed, Request, SamplingParams
 from gnomon.engine.completion import collect
 from gnomon.engine.resume import Record, Store, Unreadable, request_key, store
 from gnomon.engine.sampling import Score
+from gnomon.engine.speculation import Speculation
 from prefix_walk import tokens_of
 
 PROMPT = tokens_of(30)
@@ -519,3 +520,18 @@ def test_the_running_engine_saves_stops_and_goes_on(tmp_path: Path) -> None:
         assert whole.choices[0].finish_reason == "length"
     with tiny_engine() as engine:
         assert engine.stats()["generation_checkpoints"] == {"enabled": False}
+
+
+def test_guessing_goes_on_too(tmp_path: Path) -> None:
+    """Prompt lookup guesses over what was replayed, and changes nothing."""
+    request = replace(REQUESTS["greedy"], prompt=PROMPT * 3)
+    guessing = Speculation(SpeculationConfig(draft_kind="ngram"), vocab_size=VOCAB_SIZE)
+    first = Store(tmp_path, 5)
+    assert run_until(rig_of(first), request, 18)
+    die(first)
+    with opened(tmp_path, 5) as second:
+        rig = Rig(tiny_loaded(), EngineConfig(prefill_chunk=64), saves=second, speculation=guessing)
+        rig.submit(request)
+        rig.finish()
+        check_as_uninterrupted(rig, uninterrupted(request))
+        assert rig.counters.proposed_tokens > 0

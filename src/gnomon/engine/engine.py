@@ -14,7 +14,7 @@ from typing import Any
 
 from gnomon.chat.constraint import Constraint
 from gnomon.chat.tokenizer import Tokenizer
-from gnomon.config import EngineConfig, KernelConfig
+from gnomon.config import EngineConfig, KernelConfig, SpeculationConfig
 from gnomon.engine import admission, stats
 from gnomon.engine.api import (
     EngineError,
@@ -35,12 +35,14 @@ from gnomon.engine.budget import Budget, allocator_limits, budget_for
 from gnomon.engine.completion import Completion, collect
 from gnomon.engine.core import Core
 from gnomon.engine.counters import Counters
+from gnomon.engine.drafting import check_draft, check_tokenizers, open_speculation
 from gnomon.engine.heart import Heart
 from gnomon.engine.mailbox import Cancel, Mailbox, Stop, Submit
 from gnomon.engine.resume import Record, Slot, Store, claim, files_of
-from gnomon.engine.row import Job, ProposerFactory
-from gnomon.engine.runner import DeviceFailed
+from gnomon.engine.row import Job
+from gnomon.engine.runner import DeviceFailed, Runner
 from gnomon.engine.sampling import fresh_seed
+from gnomon.engine.speculation import ProposerFactory
 from gnomon.grammar import Compiled, Compiler, Vocabulary
 from gnomon.grammar import Unenforceable as NoGrammar
 from gnomon.kernels import native
@@ -63,7 +65,8 @@ MAX_RESETS = 3
 class Engine:
     """Serves one model from one thread, which loads it, builds every graph and evaluates it.
 
-    `load`, `propose` and `prime` run on that thread; `prime` may fill the fresh state of a prompt before its prefill. `on_failure`
+    `load`, `load_draft`, `propose` and `prime` run on that thread; `prime` may fill the fresh state of a prompt before its prefill. What
+    steps cost is kept in the directory `measurements`. `on_failure`
     is called from it, once, after every open request has heard `Failed`, when the engine can't go on: the host process should
     then exit non-zero. `saves` is where running generations are saved; the engine closes it at its end.
     """
@@ -75,6 +78,9 @@ class Engine:
         config: EngineConfig | None = None,
         *,
         model_id: str | None = None,
+        speculation: SpeculationConfig | None = None,
+        load_draft: Callable[[], LoadedModel] | None = None,
+        measurements: Path | None = None,
         propose: ProposerFactory | None = None,
         on_failure: Callable[[str], None] | None = None,
         prime: Callable[[BatchState], None] | None = None,
@@ -92,6 +98,9 @@ class Engine:
         self.tokenizer = tokenizer
         self._load = load
         self._model_id = model_id
+        self._speculate = speculation or SpeculationConfig()
+        self._load_draft = load_draft
+        self._measurements = measurements
         self._propose = propose
         self._prime = prime
         self._tracer = tracer
@@ -289,8 +298,15 @@ class Engine:
             **stats.snapshot(self._counters, self.config, self._model, self._budget, jobs),
             **({"prompt_cache": self._core.reuse.stats()} if self._core is not None else {}),
             "generation_checkpoints": {"enabled": False} if self.saves is None else self.saves.stats(),
+            **self._told_of_speculation(),
             "kernels": dict(self._kernels.stats()),
         }
+
+    def _told_of_speculation(self) -> Mapping[str, Any]:
+        core = self._core
+        if core is None or core.speculation is None:
+            return {"speculation": {"enabled": False}}
+        return {"speculation": {"enabled": True, **core.speculation.stats(self._counters.active_rows)}}
 
     def drain(self, timeout: float) -> bool:
         """Refuse new requests and wait up to `timeout` seconds for the open ones; True if all ended by themselves."""
@@ -389,7 +405,16 @@ class Engine:
         )
         binding = loaded.binding
         limits = [one for one in (loaded.context_length, self.config.context_limit) if one is not None]
-        budget = self._budget = budget_for(loaded, self.config.memory_budget)
+        draft = self._load_draft() if self._load_draft is not None else None
+        if draft is not None:
+            check_draft(draft)
+            native.prepare(
+                draft.model,
+                "stock" if wanted.stock else wanted.kernels,
+                cache=self._kernel_cache,
+                threads=wanted.threads,
+            )
+        budget = self._budget = budget_for(loaded, self.config.memory_budget, draft)
         core = Core(
             loaded,
             self.tokenizer,
@@ -398,7 +423,16 @@ class Engine:
             self._mailbox,
             self._counters,
             self._heart,
-            self._propose,
+            open_speculation(
+                self._speculate,
+                loaded,
+                draft,
+                runner_of=lambda model: Runner(model, self.config, Counters(), self._heart),
+                kernels=f"native {self._kernels.isa} x{self._kernels.threads}" if self._kernels.native else "stock",
+                reuse=lambda: self._opened.reuse,
+                measurements=self._measurements,
+                extra=self._propose,
+            ),
             self._closed,
             prime=self._prime,
             tracer=self._tracer,
@@ -420,6 +454,12 @@ class Engine:
             tier="Lab" if self._kernels.native else "L1",
         )
         return core
+
+    @property
+    def _opened(self) -> Core:
+        if self._core is None:
+            raise EngineUnavailable("the model is still loading")
+        return self._core
 
     def _fail(self, core: Core | None, error: Exception) -> None:
         """The engine can't go on: tell every open request, health and the host."""
@@ -463,6 +503,9 @@ def load(
     *,
     kernels: KernelConfig | None = None,
     kernel_cache: Path | None = None,
+    speculation: SpeculationConfig | None = None,
+    draft: Path | None = None,
+    measurements: Path | None = None,
     model_id: str | None = None,
     on_failure: Callable[[str], None] | None = None,
     tracer: Tracer = OFF,
@@ -470,18 +513,29 @@ def load(
 ) -> Engine:
     """Load the MLX model directory at `path` and start its engine. Raises what loading raises.
 
-    `kernels` None means stock operations; builds of native kernels are kept in `kernel_cache`, running generations in `saves`.
+    `kernels` None means stock operations; builds of native kernels are kept in `kernel_cache`, measured costs of steps in
+    `measurements`. `draft` is the directory of the model that drafts, `speculation.draft_model` unless given.
+    Running generations are kept in `saves`.
+
     Stop the engine when done: it is a context manager.
     """
     path = Path(path)
     # Before the tokenizer's word on what it misses.
     read_config(path)
     tokenizer = Tokenizer.load(path)
+    if draft is None and speculation is not None and speculation.draft_model is not None:
+        draft = Path(speculation.draft_model)
+    if draft is not None:
+        read_config(draft)
+        check_tokenizers(tokenizer, Tokenizer.load(draft))
     engine = Engine(
         lambda: load_model(path),
         tokenizer,
         config,
         model_id=model_id,
+        speculation=speculation,
+        load_draft=None if draft is None else lambda: load_model(draft),
+        measurements=measurements,
         on_failure=on_failure,
         kernels=kernels,
         kernel_cache=kernel_cache,
