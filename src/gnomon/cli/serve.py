@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     with bound:
         found = find(config)
         with working(f"loading {found.id}"):
-            loaded = start(config, found)
+            loaded = start(config, found, serving=True)
 
         def ready() -> None:
             address = address_of(bound)
