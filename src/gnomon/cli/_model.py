@@ -83,6 +83,7 @@ def start(config: Config, found: Found) -> Loaded:
             draft=draft_of(config),
             measurements=config.paths.cache,
             kernel_cache=config.paths.cache / "kernels",
+            kv=config.kv.scheme,
             tracer=tracer,
         )
     except (ValueError, OSError, RuntimeError, ImportError) as e:

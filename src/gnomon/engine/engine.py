@@ -14,7 +14,7 @@ from typing import Any
 
 from gnomon.chat.constraint import Constraint
 from gnomon.chat.tokenizer import Tokenizer
-from gnomon.config import EngineConfig, KernelConfig, SpeculationConfig
+from gnomon.config import EngineConfig, KernelConfig, KvScheme, SpeculationConfig
 from gnomon.engine import admission, stats
 from gnomon.engine.api import (
     EngineUnavailable,
@@ -31,6 +31,7 @@ from gnomon.engine.api import (
     Unenforceable,
 )
 from gnomon.engine.budget import Budget, allocator_limits, budget_for
+from gnomon.engine.coding import coding_for, stats_of, tier_of
 from gnomon.engine.completion import Completion, collect
 from gnomon.engine.core import Core
 from gnomon.engine.counters import Counters
@@ -85,10 +86,13 @@ class Engine:
         tracer: Tracer = OFF,
         kernels: KernelConfig | None = None,
         kernel_cache: Path | None = None,
+        kv: KvScheme | None = None,
     ) -> None:
         self.config = config or EngineConfig()
         self._kernel_config = kernels or KernelConfig(kernels="stock")
         self._kernel_cache = kernel_cache
+        self._kv = kv or KvScheme()
+        self._kv_stats: dict[str, Any] = {}
         self._kernels = Kernels("stock", native=False)
         self.tokenizer = tokenizer
         self._load = load
@@ -264,6 +268,7 @@ class Engine:
             **({"prompt_cache": self._core.reuse.stats()} if self._core is not None else {}),
             **self._told_of_speculation(),
             "kernels": dict(self._kernels.stats()),
+            "kv_quant": self._kv_stats,
         }
 
     def _told_of_speculation(self) -> Mapping[str, Any]:
@@ -376,7 +381,9 @@ class Engine:
                 cache=self._kernel_cache,
                 threads=wanted.threads,
             )
-        budget = self._budget = budget_for(loaded, self.config.memory_budget, draft)
+        budget = self._budget = budget_for(loaded, self.config.memory_budget, self._kv, draft)
+        coding = coding_for(loaded, self._kv)
+        self._kv_stats = stats_of(self._kv, coding, loaded)
         core = Core(
             loaded,
             self.tokenizer,
@@ -397,6 +404,7 @@ class Engine:
             ),
             self._closed,
             prime=self._prime,
+            coding=coding,
             tracer=self._tracer,
         )
         self._model = ModelInfo(
@@ -410,7 +418,7 @@ class Engine:
             created=int(self._started),
             batchable=binding.batchable,
             why_not_batchable=binding.why_not,
-            tier="Lab" if self._kernels.native else "L1",
+            tier="Lab" if self._kernels.native else tier_of(self._kv, coding, loaded),
         )
         return core
 
@@ -465,6 +473,7 @@ def load(
     speculation: SpeculationConfig | None = None,
     draft: Path | None = None,
     measurements: Path | None = None,
+    kv: KvScheme | None = None,
     model_id: str | None = None,
     on_failure: Callable[[str], None] | None = None,
     tracer: Tracer = OFF,
@@ -472,7 +481,8 @@ def load(
     """Load the MLX model directory at `path` and start its engine. Raises what loading raises.
 
     `kernels` None means stock operations; builds of native kernels are kept in `kernel_cache`, measured costs of steps in
-    `measurements`. `draft` is the directory of the model that drafts, `speculation.draft_model` unless given.
+    `measurements`. `draft` is the directory of the model that drafts, `speculation.draft_model` unless given. `kv` None holds keys
+    and values plain.
 
     Stop the engine when done: it is a context manager.
     """
@@ -496,6 +506,7 @@ def load(
         on_failure=on_failure,
         kernels=kernels,
         kernel_cache=kernel_cache,
+        kv=kv,
         tracer=tracer,
     )
     try:

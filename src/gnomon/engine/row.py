@@ -64,6 +64,8 @@ class Job:
         self.num_cached = 0
         """Prompt tokens whose state was lent."""
         self.miss: Miss | None = None
+        self.num_processed = 0
+        """Prompt tokens whose state exists."""
         self.num_generated = 0
         self.submitted = time.monotonic()
         self.admitted = 0.0
@@ -98,6 +100,7 @@ class Job:
 
     def tell_progress(self, processed: int) -> None:
         """Raises what the sink raises."""
+        self.num_processed = processed
         if self.open:
             self.sink(Progress(self.request.id, processed, len(self.prompt)))
 
