@@ -91,6 +91,7 @@ def tiny_engine(
     load: Callable[[], LoadedModel] | None = None,
     propose: ProposerFactory | None = None,
     on_failure: Callable[[str], None] | None = None,
+    kv: KvScheme | None = None,
 ) -> Iterator[Engine]:
     """A running engine; its model is the tiny one of that type unless `load` gives another."""
     engine = Engine(
@@ -100,6 +101,7 @@ def tiny_engine(
         model_id=f"tiny-{model_type}",
         propose=propose,
         on_failure=on_failure,
+        kv=kv,
     )
     try:
         engine.wait(60)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, cast
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, RotatingKVCache
@@ -69,7 +69,7 @@ def sample(loaded: LoadedModel, num_rows: int, length: int, seed: int = 0) -> li
             state.begin(1)
             out = loaded.model(mx.array([row[-1:]]), cache=state.caches)
             state.commit()
-            row.append(int(mx.random.categorical(out[0, -1].astype(mx.float32), key=own).item()))
+            row.append(cast(int, mx.random.categorical(out[0, -1].astype(mx.float32), key=own).item()))
             mx.eval(state.arrays())
         rows.append(row)
     return rows
@@ -95,7 +95,7 @@ def measure(loaded: LoadedModel, rows: Sequence[Sequence[int]]) -> Iterator[Sens
                 num_bytes[bits] = _bytes_per_token(loaded, layer, codec)
                 coding = Coding(tuple(codec if place == layer else None for place in range(len(caches))))
                 pairs = zip(reference, logits(loaded, rows, coding), strict=True)
-                kls = [float(divergence(a, b).mean().item()) for a, b in pairs]
+                kls = [cast(float, divergence(a, b).mean().item()) for a, b in pairs]
                 kl[bits] = max(0.0, sum(kls) / len(kls))
         except ValueError as error:
             if "elements can't be held" not in str(error):
