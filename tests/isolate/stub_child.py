@@ -75,7 +75,7 @@ class Stub:
     def compile(self, constraint: Any) -> Sequence[str]:
         raise EngineUnavailable("no grammars here")
 
-    def cancel(self, request_id: str) -> None:
+    def cancel(self, request_id: str, *, answered: bool = False) -> None:
         self.cancelled.add(request_id)
 
     def health(self) -> Health:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from stub_child import DIE, FREEZE, FULL, HANG, INVALID, PART_THEN_DIE, SAY, SLOW
 
 from gnomon.chat.constraint import Constraint
 from gnomon.engine.api import (
@@ -28,8 +29,6 @@ from gnomon.engine.api import (
 )
 from gnomon.isolate import IsolatedEngine
 from gnomon.isolate.engine import Patience
-
-from stub_child import DIE, FREEZE, FULL, HANG, INVALID, PART_THEN_DIE, SAY, SLOW
 
 CHILD = [sys.executable, str(Path(__file__).with_name("stub_child.py"))]
 QUICK = Patience(load=30, silence=3, submit=2, early_death=0.05, pause=0.1, stop=5, restarts=100)

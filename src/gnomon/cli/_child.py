@@ -23,7 +23,7 @@ def make(what: Any) -> Engine:
     config, found = what
     logs.setup(config.log)
     try:
-        return start(config, found or find(config)).engine
+        return start(config, found or find(config), serving=True).engine
     except CommandError as error:
         raise RuntimeError(str(error)) from error
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from gnomon.chat.tokenizer import Tokenizer
     from gnomon.cli._talk import InProcess
     from gnomon.engine.engine import Engine
+    from gnomon.engine.resume import Store
     from gnomon.hub.resolve import Found
     from gnomon.trace import Tracer
 
@@ -62,8 +63,11 @@ def check_backend() -> None:
         ) from e
 
 
-def start(config: Config, found: Found) -> Loaded[Engine]:
-    """Load a model and start its engine. Raises CommandError with the reason when it can't be loaded."""
+def start(config: Config, found: Found, *, serving: bool = False) -> Loaded[Engine]:
+    """Load a model and start its engine, which saves running answers only when `serving`.
+
+    Raises CommandError with the reason when it can't be loaded.
+    """
     check_backend()
     from gnomon.chat.template import ChatTemplate
     from gnomon.chat.tokenizer import Tokenizer
@@ -87,10 +91,25 @@ def start(config: Config, found: Found) -> Loaded[Engine]:
             kernel_cache=config.paths.cache / "kernels",
             kv=config.kv.scheme,
             tracer=tracer,
+            saves=_saves(config) if serving else None,
         )
     except (ValueError, OSError, RuntimeError, ImportError) as e:
         raise CommandError(f"{found.id} can't be loaded: {e}") from e
     return Loaded(engine, tokenizer, template, config, tracer)
+
+
+def _saves(config: Config) -> Store | None:
+    from gnomon.engine.resume import Store
+
+    every = config.checkpoint.generation_checkpoint
+    if every is None:
+        return None
+    try:
+        return Store(config.paths.generations, every)
+    except OSError as e:
+        raise CommandError(
+            f"{config.origin('checkpoint', 'generation_checkpoint')}: {config.paths.generations}: {e}"
+        ) from e
 
 
 def draft_of(config: Config) -> Path | None:

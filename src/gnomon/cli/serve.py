@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
         else:
             found = find(config)
             with working(f"loading {found.id}"):
-                loaded = start(config, found)
+                loaded = start(config, found, serving=True)
 
         def ready() -> None:
             address = address_of(bound)

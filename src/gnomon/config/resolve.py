@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
+from gnomon.config.checkpoint import CheckpointConfig
 from gnomon.config.engine import EngineConfig
 from gnomon.config.http import HTTPConfig
 from gnomon.config.isolation import IsolationConfig
@@ -51,6 +52,7 @@ class Config:
     kernel: KernelConfig = field(default_factory=KernelConfig)
     kv: KvConfig = field(default_factory=KvConfig)
     trace: TraceConfig = field(default_factory=TraceConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     origins: Mapping[str, Origin] = field(default_factory=dict[str, Origin])
     notes: tuple[str, ...] = ()
@@ -71,6 +73,7 @@ Group = type[
     | KernelConfig
     | KvConfig
     | TraceConfig
+    | CheckpointConfig
     | SpeculationConfig
 ]
 GROUPS: Mapping[str, Group] = {
@@ -85,6 +88,7 @@ GROUPS: Mapping[str, Group] = {
     "kernel": KernelConfig,
     "kv": KvConfig,
     "trace": TraceConfig,
+    "checkpoint": CheckpointConfig,
     "speculation": SpeculationConfig,
 }
 COMMON = (Paths, LogConfig)
@@ -99,6 +103,7 @@ SERVE = (
     KernelConfig,
     KvConfig,
     TraceConfig,
+    CheckpointConfig,
     *COMMON,
 )
 

@@ -78,8 +78,8 @@ def _answer(connection: Connection, engine: Engine, writer: Writer) -> None:
             case Compile() as message:
                 # A large grammar takes seconds, and requests without one don't wait for it.
                 threading.Thread(target=compile_one, args=(message,), name="isolate-compile", daemon=True).start()
-            case Cancel(request_id):
-                engine.cancel(request_id)
+            case Cancel(request_id, answered):
+                engine.cancel(request_id, answered=answered)
             case Stop():
                 return
             case other:

@@ -31,6 +31,7 @@ from gnomon.engine.api import (
     Health,
     InvalidRequest,
     ModelInfo,
+    Replayed,
     Request,
     Sink,
 )
@@ -192,8 +193,8 @@ class IsolatedEngine:
         except (FutureTimeout, ConnectionError) as error:
             raise EngineUnavailable("the engine's process did not compile the grammar") from error
 
-    def cancel(self, request_id: str) -> None:
-        """Stop a request; its sink still gets its last event. Unknown ids are ignored."""
+    def cancel(self, request_id: str, *, answered: bool = False) -> None:
+        """Stop a request; its sink still gets its last event. Unknown ids are ignored. `answered` as the engine's own."""
         ended: list[tuple[Ticket, Event]] = []
         with self._changed:
             ticket, child = self._tickets.get(request_id), self._child
@@ -205,7 +206,7 @@ class IsolatedEngine:
                 ended.append((ticket, Failed(request_id, "the request was cancelled", "cancelled")))
             else:
                 ticket.cancelled = True
-                child.writer.send(Cancel(request_id))
+                child.writer.send(Cancel(request_id, answered))
         _tell(ended)
 
     def health(self) -> Health:
@@ -359,7 +360,7 @@ class IsolatedEngine:
                 ticket = self._tickets.get(event.request_id)
                 if ticket is None:
                     continue
-                if isinstance(event, Delta | ChoiceFinished):
+                if isinstance(event, Delta | Replayed | ChoiceFinished):
                     ticket.begun = True
                 if isinstance(event, Finished | Failed):
                     del self._tickets[event.request_id]

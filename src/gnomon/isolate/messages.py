@@ -38,6 +38,7 @@ class Compile:
 @dataclass(frozen=True, slots=True)
 class Cancel:
     request_id: str
+    answered: bool = False
 
 
 @dataclass(frozen=True, slots=True)
