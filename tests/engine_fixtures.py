@@ -16,10 +16,11 @@ from mlx.utils import tree_flatten
 
 import tiny_models
 from gnomon.chat.tokenizer import Tokenizer
-from gnomon.config import EngineConfig, SpeculationConfig
+from gnomon.config import EngineConfig, KvScheme, SpeculationConfig
 from gnomon.engine import admission
 from gnomon.engine.api import Delta, Event, Failed, Finished, ModelInfo, Replayed, Request
 from gnomon.engine.budget import Budget
+from gnomon.engine.coding import coding_for
 from gnomon.engine.core import Core
 from gnomon.engine.counters import Counters
 from gnomon.engine.engine import Engine
@@ -122,6 +123,7 @@ class Rig:
         budget: Budget | None = None,
         saves: Store | None = None,
         speculation: Speculation | None = None,
+        kv: KvScheme | None = None,
     ) -> None:
         self.saves = saves
         self.events: dict[str, list[Event]] = {}
@@ -141,6 +143,7 @@ class Rig:
             speculation,
             lambda job: self.closed.append(job.request.id),
             saves=saves,
+            coding=None if kv is None else coding_for(loaded, kv),
         )
         self.loaded = loaded
 

@@ -8,6 +8,7 @@ from gnomon.config.checkpoint import CheckpointConfig
 from gnomon.config.engine import EngineConfig
 from gnomon.config.http import HTTPConfig
 from gnomon.config.kernel import KernelConfig
+from gnomon.config.kv import KvConfig, KvScheme
 from gnomon.config.log import LogConfig, TraceConfig
 from gnomon.config.model import ClientConfig, ModelConfig, Paths
 from gnomon.config.resolve import (
@@ -42,6 +43,8 @@ __all__ = [
     "HTTPConfig",
     "KernelConfig",
     "KiB",
+    "KvConfig",
+    "KvScheme",
     "LogConfig",
     "MiB",
     "ModelConfig",

@@ -15,6 +15,7 @@ from gnomon.config.checkpoint import CheckpointConfig
 from gnomon.config.engine import EngineConfig
 from gnomon.config.http import HTTPConfig
 from gnomon.config.kernel import KernelConfig
+from gnomon.config.kv import KvConfig
 from gnomon.config.log import LogConfig, TraceConfig
 from gnomon.config.model import ClientConfig, ModelConfig, Paths
 from gnomon.config.sampling import SamplingDefaults
@@ -47,6 +48,7 @@ class Config:
     paths: Paths = field(default_factory=Paths)
     log: LogConfig = field(default_factory=LogConfig)
     kernel: KernelConfig = field(default_factory=KernelConfig)
+    kv: KvConfig = field(default_factory=KvConfig)
     trace: TraceConfig = field(default_factory=TraceConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
@@ -66,6 +68,7 @@ Group = type[
     | Paths
     | LogConfig
     | KernelConfig
+    | KvConfig
     | TraceConfig
     | CheckpointConfig
     | SpeculationConfig
@@ -79,6 +82,7 @@ GROUPS: Mapping[str, Group] = {
     "paths": Paths,
     "log": LogConfig,
     "kernel": KernelConfig,
+    "kv": KvConfig,
     "trace": TraceConfig,
     "checkpoint": CheckpointConfig,
     "speculation": SpeculationConfig,
@@ -92,6 +96,7 @@ SERVE = (
     SpeculationConfig,
     HTTPConfig,
     KernelConfig,
+    KvConfig,
     TraceConfig,
     CheckpointConfig,
     *COMMON,
@@ -161,6 +166,10 @@ def resolve(args: argparse.Namespace | None = None, environ: Mapping[str, str] |
         raise ConfigError(
             str(origins["kernel.l1"]), "excludes --kernels native: only stock operations equal mlx-lm to the bit"
         )
+    kv = cast("KvConfig", built["kv"])
+    if kernel.l1 and kv.l2:
+        raise ConfigError(str(origins["kv.l2"]), "excludes --l1: one names mlx-optiq as the oracle, the other mlx-lm")
+    _ = kv.scheme  # a scheme that can't be is refused here, with every other value
     notes = (
         *_speculation_notes(cast("SpeculationConfig", built["speculation"]), origins),
         *_unknown_variables(environ),

@@ -23,6 +23,7 @@ from gnomon.engine.scheduler import Prepared, Scheduler
 from gnomon.engine.speculation import Speculation
 from gnomon.models.load import LoadedModel
 from gnomon.state.batch_state import BatchState
+from gnomon.state.codecs import Coding
 from gnomon.state.prefix import PrefixCache
 from gnomon.trace import OFF, Phase, Tracer, Value
 
@@ -55,6 +56,7 @@ class Core:
         on_close: Callable[[Job], None],
         *,
         prime: Callable[[BatchState], None] | None = None,
+        coding: Coding | None = None,
         tracer: Tracer = OFF,
         saves: Store | None = None,
     ) -> None:
@@ -63,7 +65,7 @@ class Core:
         self.mailbox = mailbox
         self.counters = counters
         self.heart = heart
-        self.runner = Runner(loaded, config, counters, heart, prime)
+        self.runner = Runner(loaded, config, counters, heart, prime, coding)
         self.speculation = speculation
         self.on_close = on_close
         self.saves = saves

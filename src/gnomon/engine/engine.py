@@ -14,7 +14,7 @@ from typing import Any
 
 from gnomon.chat.constraint import Constraint
 from gnomon.chat.tokenizer import Tokenizer
-from gnomon.config import EngineConfig, KernelConfig, SpeculationConfig
+from gnomon.config import EngineConfig, KernelConfig, KvScheme, SpeculationConfig
 from gnomon.engine import admission, stats
 from gnomon.engine.api import (
     EngineError,
@@ -32,6 +32,7 @@ from gnomon.engine.api import (
     Unenforceable,
 )
 from gnomon.engine.budget import Budget, allocator_limits, budget_for
+from gnomon.engine.coding import coding_for, stats_of, tier_of
 from gnomon.engine.completion import Completion, collect
 from gnomon.engine.core import Core
 from gnomon.engine.counters import Counters
@@ -88,12 +89,15 @@ class Engine:
         kernels: KernelConfig | None = None,
         kernel_cache: Path | None = None,
         saves: Store | None = None,
+        kv: KvScheme | None = None,
     ) -> None:
         self.saves = saves
         self._identity = ""
         self.config = config or EngineConfig()
         self._kernel_config = kernels or KernelConfig(kernels="stock")
         self._kernel_cache = kernel_cache
+        self._kv = kv or KvScheme()
+        self._kv_stats: dict[str, Any] = {}
         self._kernels = Kernels("stock", native=False)
         self.tokenizer = tokenizer
         self._load = load
@@ -300,6 +304,7 @@ class Engine:
             "generation_checkpoints": {"enabled": False} if self.saves is None else self.saves.stats(),
             **self._told_of_speculation(),
             "kernels": dict(self._kernels.stats()),
+            "kv_quant": self._kv_stats,
         }
 
     def _told_of_speculation(self) -> Mapping[str, Any]:
@@ -414,7 +419,9 @@ class Engine:
                 cache=self._kernel_cache,
                 threads=wanted.threads,
             )
-        budget = self._budget = budget_for(loaded, self.config.memory_budget, draft)
+        budget = self._budget = budget_for(loaded, self.config.memory_budget, self._kv, draft)
+        coding = coding_for(loaded, self._kv)
+        self._kv_stats = stats_of(self._kv, coding, loaded)
         core = Core(
             loaded,
             self.tokenizer,
@@ -435,6 +442,7 @@ class Engine:
             ),
             self._closed,
             prime=self._prime,
+            coding=coding,
             tracer=self._tracer,
             saves=self.saves,
         )
@@ -451,7 +459,7 @@ class Engine:
             created=int(self._started),
             batchable=binding.batchable,
             why_not_batchable=binding.why_not,
-            tier="Lab" if self._kernels.native else "L1",
+            tier="Lab" if self._kernels.native else tier_of(self._kv, coding, loaded),
         )
         return core
 
@@ -506,6 +514,7 @@ def load(
     speculation: SpeculationConfig | None = None,
     draft: Path | None = None,
     measurements: Path | None = None,
+    kv: KvScheme | None = None,
     model_id: str | None = None,
     on_failure: Callable[[str], None] | None = None,
     tracer: Tracer = OFF,
@@ -514,7 +523,8 @@ def load(
     """Load the MLX model directory at `path` and start its engine. Raises what loading raises.
 
     `kernels` None means stock operations; builds of native kernels are kept in `kernel_cache`, measured costs of steps in
-    `measurements`. `draft` is the directory of the model that drafts, `speculation.draft_model` unless given.
+    `measurements`. `draft` is the directory of the model that drafts, `speculation.draft_model` unless given. `kv` None holds keys
+    and values plain.
     Running generations are kept in `saves`.
 
     Stop the engine when done: it is a context manager.
@@ -539,6 +549,7 @@ def load(
         on_failure=on_failure,
         kernels=kernels,
         kernel_cache=kernel_cache,
+        kv=kv,
         tracer=tracer,
         saves=saves,
     )

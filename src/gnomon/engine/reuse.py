@@ -236,5 +236,6 @@ class Reuse:
 
 def identity(runner: Runner) -> str:
     """What the bits of a state depend on beside the tokens."""
-    loaded = runner.loaded
-    return "\n".join((str(loaded.path), loaded.model_type, version("mlx"), str(mx.default_device())))
+    loaded, coding = runner.loaded, runner.coding
+    scheme = coding.name if coding is not None else "plain"
+    return "\n".join((str(loaded.path), loaded.model_type, version("mlx"), str(mx.default_device()), scheme))
