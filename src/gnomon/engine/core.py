@@ -84,7 +84,7 @@ class Core:
             new_prefill=self.reuse.new_prefill,
             has_memory=self.has_memory,
             num_cached=self.reuse.num_cached,
-            may_join=self.reuse.may_join,
+            may_join=self.may_join,
         )
         self.jobs: dict[str, Job] = {}
         """Open requests that reached this thread."""
@@ -149,6 +149,11 @@ class Core:
             return False
         self.reuse.allow(left)
         return True
+
+    def may_join(self, job: Job, group: Sequence[Job]) -> bool:
+        """Whether a prompt may share the window of a group: nothing is lost that reuse would save, and its scores fit."""
+        together = ((len(one.prompt) - self.reuse.num_cached(one), len(one.prompt)) for one in (job, *group))
+        return self.runner.workspace.has_room(together) and self.reuse.may_join(job, group)
 
     def prefill(self) -> None:
         """Advance one preparation by one window."""

@@ -88,8 +88,8 @@ class Engine:
         tracer: Tracer = OFF,
         kernels: KernelConfig | None = None,
         kernel_cache: Path | None = None,
-        saves: Store | None = None,
         kv: KvScheme | None = None,
+        saves: Store | None = None,
     ) -> None:
         self.saves = saves
         self._identity = ""
@@ -524,8 +524,7 @@ def load(
 
     `kernels` None means stock operations; builds of native kernels are kept in `kernel_cache`, measured costs of steps in
     `measurements`. `draft` is the directory of the model that drafts, `speculation.draft_model` unless given. `kv` None holds keys
-    and values plain.
-    Running generations are kept in `saves`.
+    and values plain. Running generations are kept in `saves`.
 
     Stop the engine when done: it is a context manager.
     """
