@@ -57,7 +57,7 @@ def test_a_file_that_cannot_be_used_is_measured_over(tmp_path: Path, measured: l
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma3", "mamba"])
 def test_a_measurement_leaves_no_gap(monkeypatch: pytest.MonkeyPatch, model_type: str) -> None:
-    monkeypatch.setattr(costs, "REPEATS", 2)
+    monkeypatch.setattr(costs, "REPEATS", 1)
     curve = costs.curve_of(runner(model_type), name="stock", most_rows=2, cache=None)
     for rows in (1, 2):
         widths = curve.windows[rows]
