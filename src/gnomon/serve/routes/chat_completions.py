@@ -106,6 +106,7 @@ def plan(request: ChatRequest, services: Services, trace_id: str, name: str) -> 
         boundary=boundary_of(rendered, ids),
         constraint=form.constraint,
         thinking=template.thinking(rendered) if form.constraint is not None and not form.constraint.turn else None,
+        text=rendered.text,
     )
     job = Job(
         id=name,
