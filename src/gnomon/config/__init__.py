@@ -4,6 +4,7 @@ One file per group of settings: frozen dataclasses whose fields carry an `Option
 checks and `gnomon config` are all derived from them. Nothing else in Gnomon reads the environment.
 """
 
+from gnomon.config.checkpoint import CheckpointConfig
 from gnomon.config.engine import EngineConfig
 from gnomon.config.http import HTTPConfig
 from gnomon.config.kernel import KernelConfig
@@ -23,6 +24,7 @@ from gnomon.config.resolve import (
     with_model_defaults,
 )
 from gnomon.config.sampling import SamplingDefaults
+from gnomon.config.speculation import SpeculationConfig
 from gnomon.config.units import GB, GiB, KiB, MiB
 from gnomon.options import ConfigError
 
@@ -31,6 +33,7 @@ __all__ = [
     "GB",
     "GROUPS",
     "SERVE",
+    "CheckpointConfig",
     "ClientConfig",
     "Config",
     "ConfigError",
@@ -48,6 +51,7 @@ __all__ = [
     "Origin",
     "Paths",
     "SamplingDefaults",
+    "SpeculationConfig",
     "TraceConfig",
     "add_arguments",
     "resolve",

@@ -166,6 +166,29 @@ class BatchState:
             layer.rollback(back)
         rows.rollback(back)
 
+    @property
+    def can_trim(self) -> bool:
+        """Whether `trim` takes tokens off rows of any length."""
+        return all(layer.kind == "full" for layer in self.layers)
+
+    def trim(self, back: Sequence[int]) -> None:
+        """Take the last `back[b]` tokens off row `b`, whichever forwards gave them.
+
+        Raises `ValueError` if a row has fewer, and for layers other than full attention, which don't hold what they were.
+        """
+        self._must_be_closed()
+        rows = self.rows
+        if not self.can_trim:
+            raise ValueError(f"only full attention can be trimmed, not {sorted({layer.kind for layer in self.layers})}")
+        if len(back) != rows.num_rows or any(
+            n < 0 or n > length for n, length in zip(back, rows.lengths, strict=False)
+        ):
+            raise ValueError(f"back must lie in 0..length for rows of lengths {rows.lengths}, got {list(back)}")
+        if any(back):
+            for layer in self.layers:
+                layer.rollback(back)
+            rows.trim(back)
+
     def keep(self, order: Sequence[int]) -> None:
         """Row `i` becomes what row `order[i]` was; rows not named go.
 
