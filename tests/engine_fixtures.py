@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten
 
 import tiny_models
 from gnomon.chat.tokenizer import Tokenizer
-from gnomon.config import EngineConfig
+from gnomon.config import CacheConfig, EngineConfig
 from gnomon.engine import admission
 from gnomon.engine.api import Delta, Event, Failed, Finished, ModelInfo, Request
 from gnomon.engine.budget import Budget
@@ -116,6 +116,7 @@ class Rig:
         config: EngineConfig | None = None,
         propose: ProposerFactory | None = None,
         budget: Budget | None = None,
+        cache: CacheConfig | None = None,
     ) -> None:
         self.events: dict[str, list[Event]] = {}
         self.closed: list[str] = []
@@ -131,6 +132,7 @@ class Rig:
             Heart(1000),
             propose,
             lambda job: self.closed.append(job.request.id),
+            cache=cache,
         )
         self.loaded = loaded
 
@@ -149,7 +151,7 @@ class Rig:
 
     def turn(self, times: int = 1) -> None:
         for _ in range(times):
-            self.core.read_mail()
+            self.core.read_mail(1.0 if self.core.is_waiting else 0.0)
             self.core.turn()
 
     def finish(self, most: int = 10_000) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from mlx import nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from engine_fixtures import EOS_ID, Rig, tiny_engine, tiny_loaded, tiny_model, tiny_tokenizer
@@ -22,7 +20,7 @@ from gnomon.engine.budget import Budget
 from gnomon.engine.reuse import cache_bytes
 from gnomon.models.fit import Needs
 from gnomon.state.prefix import PrefixCache, block
-from prefix_walk import bits, tokens_of
+from prefix_walk import bits, record, tokens_of
 from solo import GAP_BOUNDS, solo, ties_until_equal
 
 TYPES = ("llama", "qwen3_moe", "deepseek_v3", "qwen3_5", "gemma3", "gemma4", "gpt_oss", "mamba2")
@@ -44,23 +42,6 @@ def usage(rig: Rig, name: str) -> Usage:
     end = rig.end(name)
     assert isinstance(end, Finished)
     return end.usage
-
-
-def record(model: nn.Module) -> tuple[list[mx.array], Callable[[], None]]:
-    """The logits of every forward of the model from now on, until the returned function is called."""
-    seen: list[mx.array] = []
-    stock = type(model)
-
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> mx.array:
-        seen.append(stock.__call__(self, *args, **kwargs))
-        return seen[-1]
-
-    model.__class__ = type(stock.__name__, (stock,), {"__call__": call})
-
-    def stop() -> None:
-        model.__class__ = stock
-
-    return seen, stop
 
 
 @pytest.mark.parametrize("length", [39, 252, 253, 254, 511])

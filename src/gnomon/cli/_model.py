@@ -80,6 +80,7 @@ def start(config: Config, found: Found) -> Loaded:
             model_id=found.id,
             kernels=config.kernel,
             kernel_cache=config.paths.cache / "kernels",
+            cache=config.cache,
             tracer=tracer,
         )
     except (ValueError, OSError, RuntimeError, ImportError) as e:

@@ -4,6 +4,7 @@ One file per group of settings: frozen dataclasses whose fields carry an `Option
 checks and `gnomon config` are all derived from them. Nothing else in Gnomon reads the environment.
 """
 
+from gnomon.config.cache import CacheConfig
 from gnomon.config.engine import EngineConfig
 from gnomon.config.http import HTTPConfig
 from gnomon.config.kernel import KernelConfig
@@ -30,6 +31,7 @@ __all__ = [
     "GB",
     "GROUPS",
     "SERVE",
+    "CacheConfig",
     "ClientConfig",
     "Config",
     "ConfigError",

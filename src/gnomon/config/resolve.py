@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
+from gnomon.config.cache import CacheConfig
 from gnomon.config.engine import EngineConfig
 from gnomon.config.http import HTTPConfig
 from gnomon.config.kernel import KernelConfig
@@ -39,6 +40,7 @@ class Config:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
     http: HTTPConfig = field(default_factory=HTTPConfig)
     client: ClientConfig = field(default_factory=ClientConfig)
@@ -56,6 +58,7 @@ class Config:
 Group = type[
     ModelConfig
     | EngineConfig
+    | CacheConfig
     | SamplingDefaults
     | HTTPConfig
     | ClientConfig
@@ -67,6 +70,7 @@ Group = type[
 GROUPS: Mapping[str, Group] = {
     "model": ModelConfig,
     "engine": EngineConfig,
+    "cache": CacheConfig,
     "sampling": SamplingDefaults,
     "http": HTTPConfig,
     "client": ClientConfig,
@@ -77,7 +81,7 @@ GROUPS: Mapping[str, Group] = {
 }
 COMMON = (Paths, LogConfig)
 """Groups whose flags every verb takes."""
-SERVE = (ModelConfig, EngineConfig, SamplingDefaults, HTTPConfig, KernelConfig, TraceConfig, *COMMON)
+SERVE = (ModelConfig, EngineConfig, CacheConfig, SamplingDefaults, HTTPConfig, KernelConfig, TraceConfig, *COMMON)
 
 
 def settings(groups: Iterable[Group] | None = None) -> Iterator[Setting]:

@@ -99,7 +99,7 @@ class TokenLogprob:
 
 Tier = Literal["L1", "L2", "Lab"]
 """What a result promises: mlx-lm's bits, mixed KV's, or a stated tolerance."""
-CacheTier = Literal["none", "ram"]
+CacheTier = Literal["none", "ram", "ssd"]
 
 
 @dataclass(frozen=True, slots=True)

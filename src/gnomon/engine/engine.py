@@ -14,7 +14,7 @@ from typing import Any
 
 from gnomon.chat.constraint import Constraint
 from gnomon.chat.tokenizer import Tokenizer
-from gnomon.config import EngineConfig, KernelConfig
+from gnomon.config import CacheConfig, EngineConfig, KernelConfig
 from gnomon.engine import admission, stats
 from gnomon.engine.api import (
     EngineUnavailable,
@@ -79,7 +79,9 @@ class Engine:
         tracer: Tracer = OFF,
         kernels: KernelConfig | None = None,
         kernel_cache: Path | None = None,
+        cache: CacheConfig | None = None,
     ) -> None:
+        self._cache = cache
         self.config = config or EngineConfig()
         self._kernel_config = kernels or KernelConfig(kernels="stock")
         self._kernel_cache = kernel_cache
@@ -252,7 +254,7 @@ class Engine:
                 "open_requests": len(jobs),
             },
             **stats.snapshot(self._counters, self.config, self._model, self._budget, jobs),
-            **({"prompt_cache": self._core.reuse.stats()} if self._core is not None else {}),
+            **(self._core.reuse.sections() if self._core is not None else {}),
             "kernels": dict(self._kernels.stats()),
         }
 
@@ -318,9 +320,12 @@ class Engine:
         while not core.stopping:
             try:
                 self._heart.beat("idle")
-                core.read_mail(0.0 if core.has_work else IDLE_BEAT)
-                if core.has_work and not core.stopping:
+                is_busy = core.has_work and not core.is_waiting
+                core.read_mail(0.0 if is_busy else IDLE_BEAT)
+                if core.has_work and not core.is_waiting and not core.stopping:
                     core.turn()
+                else:
+                    core.tend()
             except DeviceFailed as error:
                 self._fail(core, error)
                 return
@@ -339,6 +344,7 @@ class Engine:
                     return
         self._end(core, EngineUnavailable("the engine was stopped"), "engine_stopped")
         core.close()
+        core.reuse.close()
 
     def _open_core(self) -> Core:
         loaded = self._load()
@@ -364,6 +370,8 @@ class Engine:
             self._closed,
             prime=self._prime,
             tracer=self._tracer,
+            cache=self._cache,
+            operations=self._kernels.name,
         )
         self._model = ModelInfo(
             id=self._model_id or loaded.path.name,
@@ -422,6 +430,7 @@ def load(
     *,
     kernels: KernelConfig | None = None,
     kernel_cache: Path | None = None,
+    cache: CacheConfig | None = None,
     model_id: str | None = None,
     on_failure: Callable[[str], None] | None = None,
     tracer: Tracer = OFF,
@@ -443,6 +452,7 @@ def load(
         on_failure=on_failure,
         kernels=kernels,
         kernel_cache=kernel_cache,
+        cache=cache,
         tracer=tracer,
     )
     try:

@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from gnomon.engine.budget import Budget
+from gnomon.engine.disk import Disk
 from gnomon.engine.prefill import Prefill
 from gnomon.engine.row import Job, Row
 from gnomon.engine.runner import Runner
@@ -37,13 +38,21 @@ class Reuse:
     A failure of the cache is nobody's request's: it is logged, the cache forgets everything, and the prompt is computed.
     """
 
-    def __init__(self, runner: Runner, cache: PrefixCache | None, decode: Callable[[Sequence[int]], str]) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        cache: PrefixCache | None,
+        decode: Callable[[Sequence[int]], str],
+        model: str | None = None,
+    ) -> None:
+        """`model` names the model in the identity of states; its path unless told."""
         self.runner = runner
         # A primed state isn't a function of its tokens.
         self.cache = cache if runner.prime is None else None
         self.decode = decode
         self.every = runner.config.checkpoint_every
-        self.identity = identity(runner)
+        self.identity = identity(runner, model)
+        self.disk: Disk | None = None
         self.failures = 0
         self.recent: tuple[dict[str, object], ...] = ()
         self._shape = runner.new_state()
@@ -96,7 +105,8 @@ class Reuse:
             lent = cache.lend(self.namespace(job), job.prompt, job.request.boundary)
             if lent.snapshot is not None:
                 state = self.runner.restored(lent.snapshot)
-            job.num_cached, job.miss = lent.length, lent.miss
+            job.num_cached = lent.length
+            job.miss = self.disk.lent(job, lent) if self.disk is not None else lent.miss
             self._tell(job)
         return state
 
@@ -143,6 +153,8 @@ class Reuse:
 
     def ended(self, job: Job) -> None:
         self._peeked.pop(job.request.id, None)
+        if self.disk is not None:
+            self.disk.drop(job)
 
     def allow(self, num_bytes: int | None) -> None:
         """How much memory requests leave for the cache; None if nobody limits it."""
@@ -153,6 +165,18 @@ class Reuse:
         """Raise RuntimeError when the cache's books are wrong."""
         if self.cache is not None:
             self.cache.check_integrity()
+
+    def close(self) -> None:
+        """The end of the engine."""
+        if self.disk is not None:
+            self.disk.close()
+
+    def sections(self) -> dict[str, Any]:
+        """For /stats, by section."""
+        return {
+            "prompt_cache": self.stats(),
+            **({"ssd_cache": self.disk.stats()} if self.disk is not None else {}),
+        }
 
     def stats(self) -> dict[str, Any]:
         """As plain JSON values; read on any thread."""
@@ -209,7 +233,7 @@ class Reuse:
                 self.cache.clear()
 
 
-def identity(runner: Runner) -> str:
-    """What the bits of a state depend on beside the tokens."""
+def identity(runner: Runner, model: str | None = None) -> str:
+    """What the bits of a state depend on beside the tokens; `model` stands for the weights, the path if none."""
     loaded = runner.loaded
-    return "\n".join((str(loaded.path), loaded.model_type, version("mlx"), str(mx.default_device())))
+    return "\n".join((model or str(loaded.path), loaded.model_type, version("mlx"), str(mx.default_device())))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from gnomon.chat.tokenizer import Tokenizer
 from gnomon.engine.api import (
     CacheMiss,
+    CacheTier,
     ChoiceFinished,
     Delta,
     Event,
@@ -63,6 +64,8 @@ class Job:
         self.batched = False
         self.num_cached = 0
         """Prompt tokens whose state was lent."""
+        self.num_in_memory: int | None = None
+        """Of them, those that memory alone would have lent; None if nothing was read from disk."""
         self.miss: Miss | None = None
         self.num_generated = 0
         self.submitted = time.monotonic()
@@ -146,9 +149,14 @@ class Job:
             tier=self.tier,
             lane="batched" if self.batched else "serial",
             cached_tokens=self.num_cached,
-            cache_tier="ram" if self.num_cached else "none",
+            cache_tier=self._cache_tier(),
             cache_miss=None if self.miss is None else CacheMiss(self.miss.kind, self.miss.position),
         )
+
+    def _cache_tier(self) -> CacheTier:
+        if not self.num_cached:
+            return "none"
+        return "ram" if self.num_in_memory is None or self.num_cached <= self.num_in_memory else "ssd"
 
     def _tell(self, event: Event | None) -> None:
         """Emit one of a request's last events: a sink that raises now can't be told anything more."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import time
 from typing import Literal
 
 from gnomon.state.prefix.block import Block, Checkpoint, Entry
@@ -27,6 +28,7 @@ class Retention:
 
     def touch(self, entry: Entry) -> None:
         """The entry was stored, or used."""
+        entry.used_at = time.monotonic()
         if self.policy == "lru":
             self._clock += 1
             entry.rank = self._clock
