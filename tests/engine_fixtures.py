@@ -117,6 +117,7 @@ class Rig:
         propose: ProposerFactory | None = None,
         budget: Budget | None = None,
         cache: CacheConfig | None = None,
+        operations: str = "stock",
     ) -> None:
         self.events: dict[str, list[Event]] = {}
         self.closed: list[str] = []
@@ -133,6 +134,7 @@ class Rig:
             propose,
             lambda job: self.closed.append(job.request.id),
             cache=cache,
+            operations=operations,
         )
         self.loaded = loaded
 

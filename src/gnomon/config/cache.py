@@ -50,3 +50,4 @@ class CacheConfig:
     ssd_writebehind: bool = option(
         True, "write states when they are made; off: when memory gives them up, and at a flush"
     )
+    session_cache: bool = option(True, "states of requests that name a session are the last that memory gives up")

@@ -7,9 +7,10 @@ import sqlite3
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from gnomon.config import CacheConfig
+from gnomon.engine.api import FlushReport
 from gnomon.engine.fetch import Fetcher
 from gnomon.engine.row import Job
 from gnomon.state.keys import root_key
@@ -17,12 +18,20 @@ from gnomon.state.prefix import Lent, Miss, PrefixCache
 from gnomon.state.prefix.block import Block, Checkpoint
 from gnomon.state.ssd.tier import SSDTier
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 DEMOTE_SECONDS = 5.0
 """How often memory is looked through for what nobody uses."""
+FLUSH_STEP = 0.05
 CLOSE_SECONDS = 10.0
 """How long the end of the engine waits for writes that nobody flushed."""
+
+
+class Ask(Protocol):
+    """Has work done on the engine's thread; None if it wasn't done within the seconds."""
+
+    def __call__(self, work: Callable[[], T], timeout: float, /) -> T | None: ...
 
 
 class DiskUnusable(RuntimeError):
@@ -157,6 +166,37 @@ class Disk:
         with self._guarded("count states"):
             return self.tier.count_missing(self.cache.entries())
         return len(self.cache.entries())
+
+    def flush(self, timeout: float, ask: Ask) -> FlushReport:
+        """Have everything written that memory alone holds, on the thread that waits for it; `ask` has work done on the engine's."""
+        begun = time.monotonic()
+        deadline = begun + timeout
+        counts = self.tier.writer.counts
+        dropped, failed = counts.dropped, counts.failed
+        marked = ask(self.mark, timeout)
+        while time.monotonic() < deadline and self.failure is None and not self.tier.writer.is_paused:
+            if not self.tier.num_dirty and self.tier.writer.flush(min(FLUSH_STEP, deadline - time.monotonic())):
+                break
+            ask(self.tend, deadline - time.monotonic())
+            self.tier.writer.wait(FLUSH_STEP)
+        missing = ask(self.count_missing, max(FLUSH_STEP, deadline - time.monotonic()))
+        dropped, failed = counts.dropped - dropped, counts.failed - failed
+        stats = self.tier.stats()
+        pending, spills = stats["pending_snapshots"], stats["pending_spills"]
+        heard = marked is not None and missing is not None
+        return FlushReport(
+            durable=heard and not (pending or spills or dropped or failed or missing or self.failure),
+            flushed=max(0, (marked or 0) - (missing or 0) - pending),
+            pending=pending,
+            pending_spills=spills,
+            pending_spill_bytes=stats["pending_spill_bytes"],
+            dropped=dropped,
+            failed=failed,
+            missing=missing or 0,
+            seconds=time.monotonic() - begun,
+            entries=stats["entries"],
+            longest=stats["longest_durable_prefix_tokens"],
+        )
 
     def close(self) -> None:
         """The end: write what waits, for a while, and say what became durable."""

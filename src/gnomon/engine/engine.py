@@ -8,9 +8,10 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 from gnomon.chat.constraint import Constraint
 from gnomon.chat.tokenizer import Tokenizer
@@ -21,6 +22,7 @@ from gnomon.engine.api import (
     Event,
     Failed,
     Finished,
+    FlushReport,
     Health,
     InvalidRequest,
     ModelInfo,
@@ -35,7 +37,7 @@ from gnomon.engine.completion import Completion, collect
 from gnomon.engine.core import Core
 from gnomon.engine.counters import Counters
 from gnomon.engine.heart import Heart
-from gnomon.engine.mailbox import Cancel, Mailbox, Stop, Submit
+from gnomon.engine.mailbox import Ask, Cancel, Mailbox, Stop, Submit
 from gnomon.engine.row import Job, ProposerFactory
 from gnomon.engine.runner import DeviceFailed
 from gnomon.engine.sampling import fresh_seed
@@ -50,8 +52,12 @@ from gnomon.trace import OFF, Tracer
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 IDLE_BEAT = 1.0
 """Seconds between heartbeats of an idle engine."""
+ASK_SECONDS = 60.0
+"""How long another thread waits for an answer of the engine's."""
 THREAD_EXIT = 0.05
 """Seconds in which a thread that has nothing left to do is gone, where the system doesn't tell."""
 MAX_RESETS = 3
@@ -257,6 +263,27 @@ class Engine:
             **(self._core.reuse.sections() if self._core is not None else {}),
             "kernels": dict(self._kernels.stats()),
         }
+
+    def flush(self, timeout: float) -> FlushReport:
+        """Write every state that only memory holds, waiting up to `timeout` seconds."""
+        core = self._core
+        return core.reuse.flush(timeout, self._ask) if core is not None else FlushReport(False)
+
+    def close_session(self, session: str) -> bool:
+        """Hold on to a session's states no longer; False if there is no such session, or the engine doesn't turn."""
+        core = self._core
+        return core is not None and bool(self._ask(lambda: core.reuse.close_session(session), ASK_SECONDS))
+
+    def _ask(self, work: Callable[[], T], timeout: float) -> T | None:
+        """The result of `work` on the engine's thread; None if it didn't come to it in time. Raises what `work` raises."""
+        if not self._thread.is_alive():
+            return None
+        answer: Future[T] = Future()
+        self._mailbox.post(Ask(work, answer))
+        try:
+            return answer.result(timeout)
+        except TimeoutError:
+            return None
 
     def drain(self, timeout: float) -> bool:
         """Refuse new requests and wait up to `timeout` seconds for the open ones; True if all ended by themselves."""

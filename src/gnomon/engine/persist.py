@@ -33,6 +33,20 @@ def new_reuse(
 
     Raises `DiskUnusable` for a directory, or a model, that this can't be done with.
     """
+    reuse = _new_reuse(runner, cache, decode, config, operations, wake)
+    if not config.session_cache:
+        reuse.sessions = None
+    return reuse
+
+
+def _new_reuse(
+    runner: Runner,
+    cache: PrefixCache | None,
+    decode: Callable[[Sequence[int]], str],
+    config: CacheConfig,
+    operations: str,
+    wake: Callable[[], None],
+) -> Reuse:
     directory = config.ssd_cache
     if directory is None:
         return Reuse(runner, cache, decode)

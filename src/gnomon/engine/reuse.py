@@ -10,13 +10,14 @@ from typing import Any
 
 import mlx.core as mx
 
+from gnomon.engine.api import FlushReport
 from gnomon.engine.budget import Budget
-from gnomon.engine.disk import Disk
+from gnomon.engine.disk import Ask, Disk
 from gnomon.engine.prefill import Prefill
 from gnomon.engine.row import Job, Row
 from gnomon.engine.runner import Runner
 from gnomon.state.batch_state import BatchState
-from gnomon.state.prefix import BLOCK, PrefixCache
+from gnomon.state.prefix import BLOCK, PrefixCache, Sessions
 from gnomon.state.prefix.block import common
 
 log = logging.getLogger(__name__)
@@ -53,6 +54,7 @@ class Reuse:
         self.every = runner.config.checkpoint_every
         self.identity = identity(runner, model)
         self.disk: Disk | None = None
+        self.sessions: Sessions | None = Sessions()
         self.failures = 0
         self.recent: tuple[dict[str, object], ...] = ()
         self._shape = runner.new_state()
@@ -107,6 +109,8 @@ class Reuse:
                 state = self.runner.restored(lent.snapshot)
             job.num_cached = lent.length
             job.miss = self.disk.lent(job, lent) if self.disk is not None else lent.miss
+            if self.sessions is not None and job.request.session is not None:
+                self.sessions.lent(job.request.session, job.prompt, lent.length)
             self._tell(job)
         return state
 
@@ -149,7 +153,11 @@ class Reuse:
     def left(self, row: Row, state: BatchState, b: int) -> None:
         """A row has ended and is about to go. One whose request failed may have failed for its state."""
         if self.cache is not None and row.job.error is None:
-            self._publish(row.job, [*row.job.prompt, *row.tokens], state, b, is_prompt=False)
+            tokens = [*row.job.prompt, *row.tokens]
+            self._publish(row.job, tokens, state, b, is_prompt=False)
+            session = row.job.request.session
+            if self.sessions is not None and session is not None:
+                self.sessions.turn(session, tokens, self.cache.entries_of(self.namespace(row.job), tokens))
 
     def ended(self, job: Job) -> None:
         self._peeked.pop(job.request.id, None)
@@ -165,6 +173,14 @@ class Reuse:
         """Raise RuntimeError when the cache's books are wrong."""
         if self.cache is not None:
             self.cache.check_integrity()
+
+    def flush(self, timeout: float, ask: Ask) -> FlushReport:
+        """Write what memory alone holds. Called on any thread; `ask` has work done on the engine's."""
+        return self.disk.flush(timeout, ask) if self.disk is not None else FlushReport(False)
+
+    def close_session(self, session: str) -> bool:
+        """Let a session's states go like others; False if there is none of that name."""
+        return self.sessions is not None and self.sessions.close(session)
 
     def close(self) -> None:
         """The end of the engine."""
@@ -202,6 +218,9 @@ class Reuse:
             "buffer_returns": counts.buffer_returns,
             "failures": self.failures,
             "retention": cache.policy,
+            "sessions": len(self.sessions) if self.sessions is not None else 0,
+            "session_hits": self.sessions.hits if self.sessions is not None else 0,
+            "session_misses": self.sessions.misses if self.sessions is not None else 0,
             "recent_misses": list(self.recent),
         }
 
@@ -231,6 +250,8 @@ class Reuse:
             log.exception("the prefix cache failed to %s and forgets everything", doing)
             if self.cache is not None:
                 self.cache.clear()
+            if self.sessions is not None:
+                self.sessions.clear()
 
 
 def identity(runner: Runner, model: str | None = None) -> str:

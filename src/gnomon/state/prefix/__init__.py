@@ -4,5 +4,6 @@ from gnomon.state.prefix.block import BLOCK
 from gnomon.state.prefix.cache import Adopted, Lent, PrefixCache
 from gnomon.state.prefix.explain import Kind, Miss
 from gnomon.state.prefix.retention import Policy
+from gnomon.state.prefix.sessions import Sessions
 
-__all__ = ["BLOCK", "Adopted", "Kind", "Lent", "Miss", "Policy", "PrefixCache"]
+__all__ = ["BLOCK", "Adopted", "Kind", "Lent", "Miss", "Policy", "PrefixCache", "Sessions"]

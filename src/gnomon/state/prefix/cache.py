@@ -227,6 +227,11 @@ class PrefixCache:
         blocks = [block for root in self.tree.roots.values() for block in _below(root) if not block.is_ghost]
         return [*(one for block in blocks for one in block.checkpoints.values()), *blocks]
 
+    def entries_of(self, namespace: str, tokens: Sequence[int]) -> list[Block | Checkpoint]:
+        """What the longest state of these tokens is made of."""
+        _, blocks, checkpoint = self.tree.walk(namespace, tokens).usable(len(tokens))
+        return [*blocks, checkpoint] if checkpoint is not None else list(blocks)
+
     def allow(self, num_bytes: int) -> None:
         """Hold no more than this for now (and never more than `max_bytes`): memory that rows need is given up at once."""
         self.allowed = max(0, min(num_bytes, self.max_bytes))

@@ -103,7 +103,7 @@ class Store:
         rows = {one.entry.name: one for one in manifest.all()}
         present: dict[str, Listed] = {}
         fresh: list[Listed] = []
-        for file in self._files():
+        for file in self.files():
             try:
                 stat = file.stat()
                 row = rows.get(file.name.removesuffix(SUFFIX))
@@ -148,7 +148,8 @@ class Store:
                 continue
         return count
 
-    def _files(self) -> Iterator[Path]:
+    def files(self) -> Iterator[Path]:
+        """Every file that is, or should be, of a state."""
         for folder in sorted(self.home.iterdir()):
             if folder.is_dir():
                 for file in sorted(folder.iterdir()):

@@ -158,13 +158,13 @@ class Writer:
             for one in self.found.listed:
                 self.index.add(one.entry, one.size)
             self.files, self.bytes = manifest.total()
+            self._make_room(manifest, 0)
         except Exception as error:  # noqa: BLE001  (handed to `start`)
             self._error = error
             return
         finally:
             self._ready.set()
         try:
-            self._make_room(manifest, 0)
             self._serve(manifest)
         finally:
             manifest.close()
