@@ -5,9 +5,11 @@ checks and `gnomon config` are all derived from them. Nothing else in Gnomon rea
 """
 
 from gnomon.config.cache import CacheConfig
+from gnomon.config.checkpoint import CheckpointConfig
 from gnomon.config.engine import EngineConfig
 from gnomon.config.http import HTTPConfig
 from gnomon.config.kernel import KernelConfig
+from gnomon.config.kv import KvConfig, KvScheme
 from gnomon.config.log import LogConfig, TraceConfig
 from gnomon.config.model import ClientConfig, ModelConfig, Paths
 from gnomon.config.resolve import (
@@ -23,6 +25,7 @@ from gnomon.config.resolve import (
     with_model_defaults,
 )
 from gnomon.config.sampling import SamplingDefaults
+from gnomon.config.speculation import SpeculationConfig
 from gnomon.config.units import GB, GiB, KiB, MiB
 from gnomon.options import ConfigError
 
@@ -32,6 +35,7 @@ __all__ = [
     "GROUPS",
     "SERVE",
     "CacheConfig",
+    "CheckpointConfig",
     "ClientConfig",
     "Config",
     "ConfigError",
@@ -41,12 +45,15 @@ __all__ = [
     "HTTPConfig",
     "KernelConfig",
     "KiB",
+    "KvConfig",
+    "KvScheme",
     "LogConfig",
     "MiB",
     "ModelConfig",
     "Origin",
     "Paths",
     "SamplingDefaults",
+    "SpeculationConfig",
     "TraceConfig",
     "add_arguments",
     "resolve",

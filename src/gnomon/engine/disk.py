@@ -129,7 +129,7 @@ class Disk:
         with self._guarded("explain a miss"):
             if job.num_in_memory is not None and lent.length > job.num_in_memory:
                 self.tier.restored(lent.length - job.num_in_memory)
-            namespace, prompt = self.namespace(job), job.prompt
+            namespace, prompt = self.namespace(job), job.feed
             root = root_key(namespace).hex()
             here = self.cache.tree.walk(namespace, prompt).matched
             known, miss = self.tier.index.explain(root, prompt, lent.length, job.request.boundary)

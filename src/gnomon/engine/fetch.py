@@ -86,7 +86,7 @@ class Fetcher:
         return jobs
 
     def _planned(self, job: Job) -> _Fetch | None:
-        cache, namespace, prompt = self.cache, self.namespace(job), job.prompt
+        cache, namespace, prompt = self.cache, self.namespace(job), job.feed
         here = cache.peek(namespace, prompt)
         plan = self.tier.index.plan(root_key(namespace).hex(), prompt, cache.allowed)
         if plan.length <= here:

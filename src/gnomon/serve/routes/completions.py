@@ -75,6 +75,7 @@ def prepare(body: bytes, services: Services, trace_id: str) -> CompletionJob:
                 trace_id=trace_id,
                 session=request.session_id,
                 constraint=form.constraint,
+                text=prompt if isinstance(prompt, str) else None,
             )
         )
     job = Job(

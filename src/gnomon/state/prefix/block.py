@@ -25,13 +25,15 @@ class Entry:
     """Something that takes bytes and can be evicted. `rank` is its place in the order of eviction, `used_at` the monotonic time of its
     last use."""
 
-    __slots__ = ("guards", "num_arrays", "num_bytes", "rank", "used_at")
+    __slots__ = ("guards", "is_local", "num_arrays", "num_bytes", "rank", "used_at")
 
     def __init__(self) -> None:
         self.num_bytes = 0
         self.num_arrays = 0
         self.rank = 0.0
         self.used_at = 0.0
+        self.is_local = False
+        """It is not passed on to a slower tier."""
         self.guards = 0
         """Open sessions whose last turn it is of."""
 

@@ -136,12 +136,13 @@ class PrefixCache:
         *,
         boundary: int | None = None,
         whole_only: bool = False,
+        is_local: bool = False,
     ) -> None:
         """Keep a row's state. `tokens` are the row's as far as they are known; only those are kept whose state exists.
 
         Layers that can't be cut get a checkpoint at the row's length, if all its tokens are known. `boundary`, of a prompt, is where its
         template opens the answer, which lasts up to the end of `tokens`. `whole_only` keeps whole blocks only, and nothing of a row
-        that can't be cut.
+        that can't be cut. `is_local` keeps the state from a slower tier.
         """
         held = state.lengths[row]
         can_cut = state.can_cut(held)
@@ -173,6 +174,8 @@ class PrefixCache:
                 # A spare buffer may be up to twice as large as what is put into it, and would stay so as long as the cache holds it.
                 mx.clear_cache()
                 mx.eval(fresh)
+            for one in self._news:
+                one.is_local = is_local
             self._pass_on()
         self.retention.tidy(self.num_blocks + self.num_checkpoints)
         self._give_back()
@@ -211,7 +214,11 @@ class PrefixCache:
         if below is None:
             return 0
         while True:
-            idle = [one for one in self.entries() if one.used_at < used_before and may_go(one) and below.holds(one)]
+            idle = [
+                one
+                for one in self.entries()
+                if not one.is_local and one.used_at < used_before and may_go(one) and below.holds(one)
+            ]
             for entry in idle:
                 # A block without all its layers goes with the checkpoint that needed it.
                 if may_go(entry):
@@ -395,7 +402,7 @@ class PrefixCache:
         """Tell the slower tier what came, of what is still here."""
         if self.below is not None:
             for one in self._news:
-                if isinstance(one, Checkpoint) or not one.is_ghost:
+                if not one.is_local and (isinstance(one, Checkpoint) or not one.is_ghost):
                     self.below.keep(one)
         self._news.clear()
 
@@ -457,7 +464,7 @@ class PrefixCache:
 
     def _spill(self, entry: Block | Checkpoint) -> None:
         # What came in the publication that makes room isn't evaluated yet, and is pinned anyway.
-        if self.below is not None and entry not in self._news:
+        if self.below is not None and not entry.is_local and entry not in self._news:
             self.below.spill(entry)
 
     def _forget(self, entry: Block | Checkpoint) -> None:
