@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -12,7 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from gnomon.models.bindings import bind
 from gnomon.state.batch_state import BatchState
-from gnomon.state.snapshot import RowSnapshot
+from gnomon.state.snapshot import LayerSnapshot, RowSnapshot
 from tiny_models import VOCAB_SIZE
 
 CHUNK = 64
@@ -93,3 +94,14 @@ def record(model: nn.Module) -> tuple[list[mx.array], Callable[[], None]]:
         model.__class__ = stock
 
     return seen, stop
+
+
+def hash_of(layers: Mapping[int, LayerSnapshot]) -> str:
+    """Over kinds, numbers and the bits of the arrays themselves."""
+    digest = hashlib.sha256()
+    for number, layer in sorted(layers.items()):
+        digest.update(repr((number, layer.kind, sorted(layer.numbers.items()))).encode())
+        for name, array in sorted(layer.arrays.items()):
+            digest.update(repr((name, array.dtype, array.shape)).encode())
+            digest.update(bytes(memoryview(array.reshape(-1).view(mx.uint8))) if array.size else b"")
+    return digest.hexdigest()

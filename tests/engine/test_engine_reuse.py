@@ -398,3 +398,18 @@ def test_branches_edits_and_further_turns(model_type: str, turns: list[tuple[int
             texts.append((*its, *answer))
         open_now = []
         rig.core.check_integrity()
+
+
+def test_requests_of_a_session_keep_its_states() -> None:
+    """Room for the states of 700 tokens: three others come between two turns."""
+    per_token = 2 * 2 * 2 * 16 * 4
+    rig = rig_of(prompt_cache=700 * per_token)
+    answer = ask(rig, "a", tokens_of(300), session="mine")
+    for i in range(3):
+        ask(rig, str(i), tokens_of(300, seed=i + 1))
+    ask(rig, "b", (*tokens_of(300), *answer, 5, 6), session="mine")
+    assert usage(rig, "b").cached_tokens >= 303
+    stats = rig.core.reuse.stats()
+    assert (stats["sessions"], stats["session_hits"], stats["session_misses"]) == (1, 1, 1)
+    assert rig.core.reuse.close_session("mine") is True
+    assert rig.core.reuse.close_session("mine") is False

@@ -5,7 +5,6 @@ The hash of every state that goes to disk is appended to CAPTURES before; every 
 
 from __future__ import annotations
 
-import hashlib
 import os
 import random
 import sys
@@ -13,28 +12,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-
 from engine_fixtures import Rig, tiny_loaded
 from gnomon.config import CacheConfig, EngineConfig
 from gnomon.engine import fetch
 from gnomon.engine.api import Finished, Request
 from gnomon.state.ssd import tier
-from prefix_walk import tokens_of
+from prefix_walk import hash_of, tokens_of
 
 CAP = 3 << 20
 PER_TOKEN = 2 * 2 * 2 * 16 * 4
-
-
-def hash_of(layers: Any) -> str:
-    """Over kinds, numbers and the bits of the arrays themselves."""
-    digest = hashlib.sha256()
-    for number, layer in sorted(layers.items()):
-        digest.update(repr((number, layer.kind, sorted(layer.numbers.items()))).encode())
-        for name, array in sorted(layer.arrays.items()):
-            digest.update(repr((name, array.dtype, array.shape)).encode())
-            digest.update(bytes(memoryview(array.reshape(-1).view(mx.uint8))) if array.size else b"")
-    return digest.hexdigest()
 
 
 def main(disk: Path, captures: Path, model_type: str, seed: int, turns: int) -> int:

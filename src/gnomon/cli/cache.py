@@ -152,21 +152,13 @@ def _prune(args: argparse.Namespace, store: Store, console: Console) -> int:
     try:
         store.reconcile(manifest, remove=args.yes)
         gone, freed = 0, 0
-        while True:
-            total = manifest.total()[1]
-            step: list[Listed] = []
-            for one in manifest.oldest(256):
-                if (most is None or total <= most) and (before is None or one.used >= before):
-                    break
-                step.append(one)
-                total -= one.size
-            if not step:
+        while (one := manifest.oldest()) is not None:
+            if (most is None or manifest.total()[1] <= most) and (before is None or one.used >= before):
                 break
             if args.yes:
-                for one in step:
-                    store.remove(one.entry)
-            manifest.drop(one.entry.name for one in step)
-            gone, freed = gone + len(step), freed + sum(one.size for one in step)
+                store.remove(one.entry)
+            manifest.drop([one.entry.name])
+            gone, freed = gone + 1, freed + one.size
         left = manifest.total()
     finally:
         manifest.close()

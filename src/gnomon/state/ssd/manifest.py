@@ -31,7 +31,7 @@ _OLDEST = """
 SELECT {columns} FROM entries e WHERE
     NOT EXISTS (SELECT 1 FROM entries c WHERE c.parent = e.key AND e.kind = 'block') AND
     NOT EXISTS (SELECT 1 FROM entries c WHERE c.parent = e.parent AND c.kind = 'checkpoint' AND e.kind = 'block')
-ORDER BY used, start DESC LIMIT ?
+ORDER BY used, start DESC LIMIT 1
 """
 
 
@@ -116,9 +116,10 @@ class Manifest:
         rows = self._db.execute(f"SELECT {_COLUMNS} FROM entries WHERE seq > ? ORDER BY start, kind", (seen,))
         return [_listed(row) for row in rows]
 
-    def oldest(self, most: int) -> list[Listed]:
-        """Entries used longest ago that no other stands on."""
-        return [_listed(row) for row in self._db.execute(_OLDEST.format(columns=_COLUMNS), (most,))]
+    def oldest(self) -> Listed | None:
+        """The entry used longest ago, of those that no other stands on."""
+        row = self._db.execute(_OLDEST.format(columns=_COLUMNS)).fetchone()
+        return _listed(row) if row is not None else None
 
     def total(self) -> tuple[int, int]:
         """How many entries, and their bytes."""

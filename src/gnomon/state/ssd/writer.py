@@ -23,7 +23,6 @@ PAUSE_SECONDS = 60.0
 """How long nothing is written after the disk took no more."""
 LOOK_SECONDS = 2.0
 """How often the index is read for what other processes wrote."""
-EVICT_AT_ONCE = 64
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
@@ -256,17 +255,13 @@ class Writer:
             return
         total = manifest.total()[1]
         while total + size > self.max_bytes:
-            gone: list[Entry] = []
-            for one in manifest.oldest(EVICT_AT_ONCE):
-                if total + size <= self.max_bytes:
-                    break
-                gone.append(one.entry)
-                total -= one.size
-                self.counts.evictions += 1
-                self.counts.evicted_bytes += one.size
-            if not gone:
-                return
-            self._remove(manifest, gone)
+            oldest = manifest.oldest()
+            if oldest is None:
+                break
+            total -= oldest.size
+            self.counts.evictions += 1
+            self.counts.evicted_bytes += oldest.size
+            self._remove(manifest, [oldest.entry])
         self.files, self.bytes = manifest.total()
 
     def _remove(self, manifest: Manifest, entries: Iterable[Entry]) -> None:
