@@ -494,8 +494,14 @@ def captures() -> Iterator[list[str]]:
         yield came
 
 
-@pytest.mark.parametrize("max_examples", [3, pytest.param(40, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("model_type", ["llama", "qwen3_5", "gemma3", "falcon_h1"])
+@pytest.mark.parametrize(
+    ("model_type", "max_examples"),
+    [
+        ("llama", 2),
+        ("qwen3_5", 2),
+        *(pytest.param(one, 30, marks=pytest.mark.slow) for one in ("llama", "qwen3_5", "gemma3", "falcon_h1")),
+    ],
+)
 def test_branches_edits_and_restarts(model_type: str, max_examples: int) -> None:
     """A tree of prompts with restarts and little memory in between. Every state that comes back has the bits that were captured, answers
     are mlx-lm's alone up to ties, and the books are straight."""
