@@ -12,7 +12,7 @@ import threading
 import time
 from pathlib import Path
 
-from gnomon.config import EngineConfig, KernelConfig, resolve
+from gnomon.config import EngineConfig, KernelConfig
 from gnomon.engine.api import Delta, Event, Failed, Finished, Request
 from gnomon.engine.engine import Engine, load
 
@@ -46,11 +46,8 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=24)
     args = parser.parse_args()
-    config, cache = EngineConfig(prompt_cache=0), resolve().paths.cache / "kernels"
-    engines = {
-        policy: load(args.model, config, kernels=KernelConfig(kernels=policy), kernel_cache=cache)
-        for policy in ("stock", "native")
-    }
+    config = EngineConfig(prompt_cache=0)
+    engines = {policy: load(args.model, config, kernels=KernelConfig(kernels=policy)) for policy in ("stock", "native")}
     samples: dict[str, list[tuple[float, float]]] = {policy: [] for policy in engines}
     draw = random.Random(1)
     for pair in range(-1, args.pairs):

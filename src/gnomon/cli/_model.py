@@ -79,7 +79,6 @@ def start(config: Config, found: Found) -> Loaded:
             config.engine,
             model_id=found.id,
             kernels=config.kernel,
-            kernel_cache=config.paths.cache / "kernels",
             tracer=tracer,
         )
     except (ValueError, OSError, RuntimeError, ImportError) as e:

@@ -78,11 +78,9 @@ class Engine:
         prime: Callable[[BatchState], None] | None = None,
         tracer: Tracer = OFF,
         kernels: KernelConfig | None = None,
-        kernel_cache: Path | None = None,
     ) -> None:
         self.config = config or EngineConfig()
         self._kernel_config = kernels or KernelConfig(kernels="stock")
-        self._kernel_cache = kernel_cache
         self._kernels = Kernels("stock", native=False)
         self.tokenizer = tokenizer
         self._load = load
@@ -346,7 +344,7 @@ class Engine:
         self._kernels = native.prepare(
             loaded.model,
             "stock" if wanted.stock else wanted.kernels,
-            cache=self._kernel_cache,
+            cache=wanted.kernel_cache,
             threads=wanted.threads,
         )
         binding = loaded.binding
@@ -421,15 +419,13 @@ def load(
     config: EngineConfig | None = None,
     *,
     kernels: KernelConfig | None = None,
-    kernel_cache: Path | None = None,
     model_id: str | None = None,
     on_failure: Callable[[str], None] | None = None,
     tracer: Tracer = OFF,
 ) -> Engine:
     """Load the MLX model directory at `path` and start its engine. Raises what loading raises.
 
-    `kernels` None means stock operations; builds of native kernels are kept in `kernel_cache`. Stop the engine when done: it is a
-    context manager.
+    `kernels` None means stock operations. Stop the engine when done: it is a context manager.
     """
     path = Path(path)
     # Before the tokenizer's word on what it misses.
@@ -442,7 +438,6 @@ def load(
         model_id=model_id,
         on_failure=on_failure,
         kernels=kernels,
-        kernel_cache=kernel_cache,
         tracer=tracer,
     )
     try:
