@@ -33,7 +33,7 @@ NB_MODULE(gnomon_kernels, m) {
   m.def("logsumexp", &gnomon::logsumexp, "x"_a, "keepdims"_a, "stream"_a = nb::none());
   m.def("argmax", &gnomon::argmax, "x"_a, "keepdims"_a, "stream"_a = nb::none());
   m.def("rope", &gnomon::rope, "x"_a, "dims"_a, "traditional"_a, "base"_a.none(), "scale"_a, "offset"_a, "freqs"_a.none(), "stream"_a = nb::none());
-  m.def("attention", &gnomon::attention, "q"_a, "k"_a, "v"_a, "scale"_a, "kind"_a, "mask"_a.none(), "starts"_a.none(), "window"_a, "sinks"_a.none(), "stream"_a = nb::none());
+  m.def("attention", &gnomon::attention, "q"_a, "k"_a, "v"_a, "scale"_a, "kind"_a, "mask"_a.none(), "starts"_a.none(), "window"_a, "sinks"_a.none(), "order"_a.none() = nb::none(), "stream"_a = nb::none());
 
   m.def("gated_delta", &gnomon::gated_delta, "q"_a, "k"_a, "v"_a, "g"_a, "beta"_a, "state"_a, "mask"_a.none(), "stream"_a = nb::none());
   m.def("short_convolution", &gnomon::short_convolution, "x"_a, "w"_a, "silu"_a, "stream"_a = nb::none());
