@@ -38,7 +38,7 @@ MODULE = "gnomon_kernels"
 COMPILERS = ("c++", "g++", "clang++")
 NANOBIND = ("3.0.1", "3.1.0")
 """Versions of nanobind that exchange arrays with mlx 0.32.4."""
-LOCK_SECONDS = 300.0
+LOCK_SECONDS = 900.0
 
 _COMMON = (
     "-std=c++20",

@@ -217,7 +217,7 @@ class Attention : public Native {
     if (order_) order.emplace(in[next++]);
     j.out = out.data<char>();
     j.out_type = type_of(out.dtype());
-    dispatch(stream(), [j, starts = std::move(starts), sinks = std::move(sinks), order = std::move(order)]() mutable {
+    dispatch(name(), stream(), [j, starts = std::move(starts), sinks = std::move(sinks), order = std::move(order)]() mutable {
       if (starts) j.starts = reinterpret_cast<const int32_t*>(starts->data());
       if (sinks) j.sinks = sinks->data();
       if (order) j.order = reinterpret_cast<const int32_t*>(order->data());

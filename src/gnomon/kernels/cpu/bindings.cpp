@@ -1,4 +1,5 @@
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/variant.h>
@@ -20,6 +21,7 @@ NB_MODULE(gnomon_kernels, m) {
   m.def("set_isa", &gnomon::set_isa, "name"_a);
   m.def("threads", &gnomon::threads);
   m.def("set_threads", &gnomon::set_threads, "n"_a);
+  m.def("set_profile", &gnomon::set_profile, "on"_a);
   m.def("set_spin", &gnomon::set_spin, "microseconds"_a);
   m.def("quantized_matmul", &gnomon::quantized_matmul, "x"_a, "w"_a, "scales"_a, "biases"_a, "group"_a, "bits"_a, "stream"_a = nb::none());
   m.def("gather_qmm", &gnomon::gather_qmm, "x"_a, "w"_a, "scales"_a, "biases"_a, "lhs"_a.none(), "rhs"_a, "group"_a, "bits"_a, "stream"_a = nb::none());

@@ -1,8 +1,10 @@
 // What every primitive needs: the chosen instruction set, the pool, scratch memory, and views of MLX arrays.
 #pragma once
 #include <algorithm>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <memory>
 #include <new>
 #include <stdexcept>
@@ -127,7 +129,23 @@ template <class F> void split(int64_t n, int64_t work, F&& f) {
   workers->run(static_cast<int>(parts), [&](int i) { f(n * i / parts, n * (i + 1) / parts); });
 }
 
-template <class F> void dispatch(mx::Stream stream, F&& f) { mx::cpu::get_command_encoder(stream).dispatch(std::forward<F>(f)); }
+// While profiling is on, seconds of evaluation are summed by primitive. set_profile returns what was summed so far and starts anew.
+bool profiling();
+void add_seconds(const char* name, double seconds);
+std::map<std::string, double> set_profile(bool on);
+
+template <class F> void dispatch(const char* name, mx::Stream stream, F&& f) {
+  auto& encoder = mx::cpu::get_command_encoder(stream);
+  if (!profiling()) {
+    encoder.dispatch(std::forward<F>(f));
+    return;
+  }
+  encoder.dispatch([name, f = std::forward<F>(f)]() mutable {
+    const auto begun = std::chrono::steady_clock::now();
+    f();
+    add_seconds(name, std::chrono::duration<double>(std::chrono::steady_clock::now() - begun).count());
+  });
+}
 
 inline void allocate(mx::array& out) { out.set_data(mx::allocator::malloc(out.nbytes())); }
 
