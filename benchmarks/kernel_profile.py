@@ -2,8 +2,9 @@
 
     uv run python benchmarks/kernel_profile.py [MODEL ...] [--steps 12] [--prompt 64] [--context 256]
 
-Seconds of native operations are measured in the extension; the whole is the wall-clock time of evaluating a step whose graph is built, so
-the difference is MLX's own operations and its scheduling. Primitives are counted in the graph of one step.
+One thread. CPU seconds of native operations are measured in the extension; the whole are the process's CPU seconds while a step whose
+graph is built is evaluated, so the difference is MLX's own operations and its scheduling, and a busy machine disturbs little. Primitives are
+counted in the graph of one step.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def primitives(*outputs: mx.array) -> Counter[str]:
 def profile(name: str, steps: int, prompt: int, context: int) -> None:
     """Print the shares of prefill and decode of one model."""
     model, kernel = make(name), resolve().kernel
-    kernels = native.prepare(model, "native", cache=kernel.kernel_cache, threads=kernel.threads)
+    kernels = native.prepare(model, "native", cache=kernel.kernel_cache, threads=1)
     extension = native.extension()
     if not kernels.native or extension is None:
         raise SystemExit(kernels.reason)
@@ -100,18 +101,18 @@ def profile(name: str, steps: int, prompt: int, context: int) -> None:
         for step in range(times + 1):
             tokens = mx.random.randint(5, 1000, (1, rows))
             mx.eval(tokens)
-            begun = time.perf_counter()
+            begun = time.process_time()
             with dispatch.step():
                 logits = model(tokens, cache=cache)[:, -1]
                 token = mx.argmax(logits - mx.logsumexp(logits, axis=-1, keepdims=True), axis=-1)
-            built = time.perf_counter()
+            built = time.process_time()
             if step == 0:
                 count = primitives(token)
                 mx.eval(token, [c.state for c in cache])
                 continue
             extension.set_profile(True)
             mx.eval(token, [c.state for c in cache])
-            whole += time.perf_counter() - built
+            whole += time.process_time() - built
             build += built - begun
             by_name.update(extension.set_profile(False))
         if phase == "context":

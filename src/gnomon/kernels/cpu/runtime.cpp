@@ -1,4 +1,5 @@
 #include "runtime.h"
+#include <time.h>
 #include <unistd.h>
 
 namespace gnomon {
@@ -52,6 +53,11 @@ const Table& table() {
   return *t;
 }
 bool profiling() { return profile.load(std::memory_order_relaxed); }
+double cpu_seconds() {
+  timespec t;
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+  return static_cast<double>(t.tv_sec) + 1e-9 * static_cast<double>(t.tv_nsec);
+}
 void add_seconds(const char* name, double seconds) {
   std::lock_guard<std::mutex> l(profile_lock);
   seconds_of[name] += seconds;

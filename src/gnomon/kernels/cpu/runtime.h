@@ -1,7 +1,6 @@
 // What every primitive needs: the chosen instruction set, the pool, scratch memory, and views of MLX arrays.
 #pragma once
 #include <algorithm>
-#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <map>
@@ -129,8 +128,9 @@ template <class F> void split(int64_t n, int64_t work, F&& f) {
   workers->run(static_cast<int>(parts), [&](int i) { f(n * i / parts, n * (i + 1) / parts); });
 }
 
-// While profiling is on, seconds of evaluation are summed by primitive. set_profile returns what was summed so far and starts anew.
+// While profiling is on, the evaluating thread's CPU seconds are summed by primitive. set_profile returns what was summed so far and starts anew.
 bool profiling();
+double cpu_seconds();
 void add_seconds(const char* name, double seconds);
 std::map<std::string, double> set_profile(bool on);
 
@@ -141,9 +141,9 @@ template <class F> void dispatch(const char* name, mx::Stream stream, F&& f) {
     return;
   }
   encoder.dispatch([name, f = std::forward<F>(f)]() mutable {
-    const auto begun = std::chrono::steady_clock::now();
+    const double begun = cpu_seconds();
     f();
-    add_seconds(name, std::chrono::duration<double>(std::chrono::steady_clock::now() - begun).count());
+    add_seconds(name, cpu_seconds() - begun);
   });
 }
 
