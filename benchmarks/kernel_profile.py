@@ -3,8 +3,8 @@
     uv run python benchmarks/kernel_profile.py [MODEL ...] [--steps 12] [--prompt 64] [--context 256]
 
 One thread. CPU seconds of native operations are measured in the extension; the whole are the process's CPU seconds while a step whose
-graph is built is evaluated, so the difference is MLX's own operations and its scheduling, and a busy machine disturbs little. Primitives are
-counted in the graph of one step.
+graph is built is evaluated, so the difference is MLX's own operations and its scheduling, and a busy machine disturbs little. The
+primitives are counted in the graph of one step.
 """
 
 from __future__ import annotations

@@ -140,6 +140,23 @@ def test_a_prompt_still_in_prefill_lends_its_whole_blocks() -> None:
     assert usage(rig, "short").cached_tokens == 512
 
 
+def test_an_answer_under_way_lends_its_whole_blocks() -> None:
+    """Not its last tokens: those come when it has ended."""
+    rig, prompt = rig_of(), tokens_of(200)
+    rig.submit(Request("long", prompt, max_tokens=400, ignore_eos=True))
+    while len(rig.ids("long")) < 330:
+        rig.turn()
+    answer = rig.ids("long")
+    rig.submit(Request("branch", (*prompt, *answer[:325], 5, 6), max_tokens=2))
+    while rig.events["branch"] == [] or not isinstance(rig.events["branch"][-1], Finished):
+        rig.turn()
+    assert "long" in rig.core.jobs
+    assert usage(rig, "branch").cached_tokens == 512
+    rig.finish()
+    ask(rig, "later", (*prompt, *answer[:325], 7, 8))
+    assert usage(rig, "later").cached_tokens == 525
+
+
 def usage_of_prefill(rig: Rig) -> int:
     long = rig.core.scheduler.long
     return long.prefill.done if long is not None else 0

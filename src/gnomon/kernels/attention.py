@@ -21,6 +21,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from gnomon.kernels.coded import View
 from gnomon.kernels.dispatch import Operation, order_of, thread, uncovered
 from gnomon.kernels.quantized_matmul import FLOATS
 
@@ -85,7 +86,7 @@ def _make(stock: Callable[..., mx.array], extension: ModuleType) -> Callable[...
 
     def scaled_dot_product_attention(
         q: mx.array,
-        k: mx.array,
+        k: mx.array | View,
         v: mx.array,
         *,
         scale: float,
@@ -94,7 +95,8 @@ def _make(stock: Callable[..., mx.array], extension: ModuleType) -> Callable[...
         force_fused: bool = False,
         stream: Any = None,
     ) -> mx.array:
-        if thread.active:
+        # Views are for the function below this one.
+        if thread.active and not isinstance(k, View):
             why = why_not(q, k, v, mask, sinks)
             if why is None:
                 order = order_of(k)
