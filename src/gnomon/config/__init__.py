@@ -7,6 +7,7 @@ checks and `gnomon config` are all derived from them. Nothing else in Gnomon rea
 from gnomon.config.checkpoint import CheckpointConfig
 from gnomon.config.engine import EngineConfig
 from gnomon.config.http import HTTPConfig
+from gnomon.config.isolation import IsolationConfig
 from gnomon.config.kernel import KernelConfig
 from gnomon.config.kv import KvConfig, KvScheme
 from gnomon.config.log import LogConfig, TraceConfig
@@ -41,6 +42,7 @@ __all__ = [
     "GiB",
     "Group",
     "HTTPConfig",
+    "IsolationConfig",
     "KernelConfig",
     "KiB",
     "KvConfig",

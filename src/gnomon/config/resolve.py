@@ -14,6 +14,7 @@ from typing import Any, Literal, cast
 from gnomon.config.checkpoint import CheckpointConfig
 from gnomon.config.engine import EngineConfig
 from gnomon.config.http import HTTPConfig
+from gnomon.config.isolation import IsolationConfig
 from gnomon.config.kernel import KernelConfig
 from gnomon.config.kv import KvConfig
 from gnomon.config.log import LogConfig, TraceConfig
@@ -44,6 +45,7 @@ class Config:
     engine: EngineConfig = field(default_factory=EngineConfig)
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
     http: HTTPConfig = field(default_factory=HTTPConfig)
+    isolation: IsolationConfig = field(default_factory=IsolationConfig)
     client: ClientConfig = field(default_factory=ClientConfig)
     paths: Paths = field(default_factory=Paths)
     log: LogConfig = field(default_factory=LogConfig)
@@ -64,6 +66,7 @@ Group = type[
     | EngineConfig
     | SamplingDefaults
     | HTTPConfig
+    | IsolationConfig
     | ClientConfig
     | Paths
     | LogConfig
@@ -78,6 +81,7 @@ GROUPS: Mapping[str, Group] = {
     "engine": EngineConfig,
     "sampling": SamplingDefaults,
     "http": HTTPConfig,
+    "isolation": IsolationConfig,
     "client": ClientConfig,
     "paths": Paths,
     "log": LogConfig,
@@ -95,6 +99,7 @@ SERVE = (
     SamplingDefaults,
     SpeculationConfig,
     HTTPConfig,
+    IsolationConfig,
     KernelConfig,
     KvConfig,
     TraceConfig,
