@@ -11,7 +11,7 @@ import mlx.core as mx
 from gnomon.chat.tokenizer import Tokenizer
 from gnomon.config import EngineConfig
 from gnomon.engine.batch import Batch
-from gnomon.engine.budget import Budget
+from gnomon.engine.budget import Budget, ceiling
 from gnomon.engine.counters import Counters
 from gnomon.engine.heart import Heart
 from gnomon.engine.mailbox import Cancel, Mailbox, Stop, Submit
@@ -73,6 +73,7 @@ class Core:
         self.eos_ids = frozenset({*loaded.eos_token_ids, *tokenizer.eos_ids})
         binding = loaded.binding
         self.budget = budget
+        self.ceiling = ceiling(config.memory_budget)
         size = cache_bytes(config.prompt_cache, budget)
         cache = PrefixCache(size, config.cache_retention) if size else None
         self.reuse = Reuse(self.runner, cache, lambda ids: tokenizer.decode(ids, hide=False))
@@ -173,6 +174,7 @@ class Core:
             if not any(job.open for job in jobs):
                 self.runner.probe()
             return
+        self.relieve()
         if tokens and self.tracer.enabled:
             memory = {"activeBytes": mx.get_active_memory(), "peakBytes": mx.get_peak_memory()}
             self.trace(jobs, "prefill", begun, tokens=tokens, **memory)
@@ -230,6 +232,13 @@ class Core:
             self.trace(running, "step", started, rows=rows)
         if stepped and counters.steps % CLEAR_CACHE_STEPS == 0:
             mx.clear_cache()
+            self.relieve()
+
+    def relieve(self) -> None:
+        """What is kept for reuse gives way when memory runs short. No request is refused for it."""
+        excess = mx.get_active_memory() - self.ceiling
+        if excess > 0:
+            self.reuse.shed(excess)
 
     def grown(self) -> None:
         """Rows have further tokens: lend and save what is due."""

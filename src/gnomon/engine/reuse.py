@@ -46,6 +46,7 @@ class Reuse:
         self.every = runner.config.checkpoint_every
         self.identity = identity(runner)
         self.failures = 0
+        self.num_reclaims = 0
         self.recent: tuple[dict[str, object], ...] = ()
         self._shape = runner.new_state()
         self._peeked: dict[str, tuple[int, int]] = {}
@@ -174,6 +175,12 @@ class Reuse:
         if self.cache is not None and num_bytes is not None:
             self.cache.allow(num_bytes)
 
+    def shed(self, num_bytes: int) -> None:
+        """Memory runs short: give up so much, or as much as can go."""
+        if self.cache is not None and self.cache.num_bytes:
+            self.num_reclaims += 1
+            self.cache.shed(num_bytes)
+
     def check_integrity(self) -> None:
         """Raise RuntimeError when the cache's books are wrong."""
         if self.cache is not None:
@@ -201,6 +208,7 @@ class Reuse:
             "evicted_bytes": counts.evicted_bytes,
             "refused": counts.refused,
             "buffer_returns": counts.buffer_returns,
+            "reclaims": self.num_reclaims,
             "failures": self.failures,
             "retention": cache.policy,
             "recent_misses": list(self.recent),
