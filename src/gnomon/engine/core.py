@@ -160,6 +160,7 @@ class Core:
         preparation = self.scheduler.next_preparation()
         if preparation is None:
             return
+        self.stepper.disturbed()
         jobs, prefill = preparation.jobs, preparation.prefill
         begun, tokens = time.monotonic(), 0 if prefill.finished else prefill.num_tokens
         try:
