@@ -94,6 +94,7 @@ def tiny_engine(
     propose: ProposerFactory | None = None,
     on_failure: Callable[[str], None] | None = None,
     saves: Store | None = None,
+    kv: KvScheme | None = None,
 ) -> Iterator[Engine]:
     """A running engine; its model is the tiny one of that type unless `load` gives another."""
     engine = Engine(
@@ -104,6 +105,7 @@ def tiny_engine(
         propose=propose,
         on_failure=on_failure,
         saves=saves,
+        kv=kv,
     )
     try:
         engine.wait(60)

@@ -8,6 +8,7 @@ from gnomon.config.cache import CacheConfig
 from gnomon.config.checkpoint import CheckpointConfig
 from gnomon.config.engine import EngineConfig
 from gnomon.config.http import HTTPConfig
+from gnomon.config.isolation import IsolationConfig
 from gnomon.config.kernel import KernelConfig
 from gnomon.config.kv import KvConfig, KvScheme
 from gnomon.config.log import LogConfig, TraceConfig
@@ -43,6 +44,7 @@ __all__ = [
     "GiB",
     "Group",
     "HTTPConfig",
+    "IsolationConfig",
     "KernelConfig",
     "KiB",
     "KvConfig",

@@ -15,6 +15,7 @@ from gnomon.config.cache import CacheConfig
 from gnomon.config.checkpoint import CheckpointConfig
 from gnomon.config.engine import EngineConfig
 from gnomon.config.http import HTTPConfig
+from gnomon.config.isolation import IsolationConfig
 from gnomon.config.kernel import KernelConfig
 from gnomon.config.kv import KvConfig
 from gnomon.config.log import LogConfig, TraceConfig
@@ -46,6 +47,7 @@ class Config:
     cache: CacheConfig = field(default_factory=CacheConfig)
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
     http: HTTPConfig = field(default_factory=HTTPConfig)
+    isolation: IsolationConfig = field(default_factory=IsolationConfig)
     client: ClientConfig = field(default_factory=ClientConfig)
     paths: Paths = field(default_factory=Paths)
     log: LogConfig = field(default_factory=LogConfig)
@@ -67,6 +69,7 @@ Group = type[
     | CacheConfig
     | SamplingDefaults
     | HTTPConfig
+    | IsolationConfig
     | ClientConfig
     | Paths
     | LogConfig
@@ -82,6 +85,7 @@ GROUPS: Mapping[str, Group] = {
     "cache": CacheConfig,
     "sampling": SamplingDefaults,
     "http": HTTPConfig,
+    "isolation": IsolationConfig,
     "client": ClientConfig,
     "paths": Paths,
     "log": LogConfig,
@@ -100,6 +104,7 @@ SERVE = (
     SamplingDefaults,
     SpeculationConfig,
     HTTPConfig,
+    IsolationConfig,
     KernelConfig,
     KvConfig,
     TraceConfig,

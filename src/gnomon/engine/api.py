@@ -200,12 +200,14 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Last event of a request that failed. `fatal` tells that the engine itself can't go on."""
+    """Last event of a request that failed. `fatal` tells that the engine itself can't go on, `refusal` what `submit` would have raised
+    had the engine been there to ask."""
 
     request_id: str
     message: str
     code: str = "engine_error"
     fatal: bool = False
+    refusal: EngineError | None = None
 
 
 Event = Progress | Delta | Replayed | ChoiceFinished | Finished | Failed

@@ -11,7 +11,7 @@ import mlx.core as mx
 from gnomon.chat.tokenizer import Tokenizer
 from gnomon.config import CacheConfig, EngineConfig
 from gnomon.engine.batch import Batch
-from gnomon.engine.budget import Budget
+from gnomon.engine.budget import Budget, ceiling
 from gnomon.engine.counters import Counters
 from gnomon.engine.heart import Heart
 from gnomon.engine.mailbox import Ask, Cancel, Mailbox, Stop, Submit, Wake
@@ -80,6 +80,7 @@ class Core:
         self.eos_ids = frozenset({*loaded.eos_token_ids, *tokenizer.eos_ids})
         binding = loaded.binding
         self.budget = budget
+        self.ceiling = ceiling(config.memory_budget)
         size = cache_bytes(config.prompt_cache, budget)
         cache_config = cache or CacheConfig()
         self.reuse = new_reuse(
@@ -97,7 +98,7 @@ class Core:
             new_prefill=self.reuse.new_prefill,
             has_memory=self.has_memory,
             num_cached=self.reuse.num_cached,
-            may_join=self.reuse.may_join,
+            may_join=self.may_join,
         )
         self.jobs: dict[str, Job] = {}
         """Open requests that reached this thread."""
@@ -186,11 +187,17 @@ class Core:
         self.reuse.allow(left)
         return True
 
+    def may_join(self, job: Job, group: Sequence[Job]) -> bool:
+        """Whether a prompt may share the window of a group: nothing is lost that reuse would save, and its scores fit."""
+        together = ((len(one.prompt) - self.reuse.num_cached(one), len(one.prompt)) for one in (job, *group))
+        return self.runner.workspace.has_room(together) and self.reuse.may_join(job, group)
+
     def prefill(self) -> None:
         """Advance one preparation by one window."""
         preparation = self.scheduler.next_preparation()
         if preparation is None:
             return
+        self.stepper.disturbed()
         jobs, prefill = preparation.jobs, preparation.prefill
         begun, tokens = time.monotonic(), 0 if prefill.finished else prefill.num_tokens
         try:
@@ -204,6 +211,7 @@ class Core:
             if not any(job.open for job in jobs):
                 self.runner.probe()
             return
+        self.relieve()
         if tokens and self.tracer.enabled:
             memory = {"activeBytes": mx.get_active_memory(), "peakBytes": mx.get_peak_memory()}
             self.trace(jobs, "prefill", begun, tokens=tokens, **memory)
@@ -261,6 +269,13 @@ class Core:
             self.trace(running, "step", started, rows=rows)
         if stepped and counters.steps % CLEAR_CACHE_STEPS == 0:
             mx.clear_cache()
+            self.relieve()
+
+    def relieve(self) -> None:
+        """What is kept for reuse gives way when memory runs short. No request is refused for it."""
+        excess = mx.get_active_memory() - self.ceiling
+        if excess > 0:
+            self.reuse.shed(excess)
 
     def grown(self) -> None:
         """Rows have further tokens: lend and save what is due."""

@@ -467,8 +467,10 @@ class Engine:
                 self._speculate,
                 loaded,
                 draft,
-                runner_of=lambda model: Runner(model, self.config, Counters(), self._heart),
-                kernels=f"native {self._kernels.isa} x{self._kernels.threads}" if self._kernels.native else "stock",
+                runner_of=lambda model: Runner(
+                    model, self.config, Counters(), self._heart, coding=coding if model is loaded else None
+                ),
+                kernels=f"{self._kernels.name} {self._kv.name}",
                 reuse=lambda: self._opened.reuse,
                 measurements=self._measurements,
                 extra=self._propose,
@@ -478,7 +480,7 @@ class Engine:
             coding=coding,
             tracer=self._tracer,
             cache=self._cache,
-            operations=self._kernels.name,
+            operations=self._kernels.identity,
             saves=self.saves,
         )
         files = files_of(loaded.path) if self.saves is not None else ""

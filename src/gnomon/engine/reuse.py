@@ -57,6 +57,7 @@ class Reuse:
         self.disk: Disk | None = None
         self.sessions: Sessions | None = Sessions()
         self.failures = 0
+        self.num_reclaims = 0
         self.recent: tuple[dict[str, object], ...] = ()
         self._shape = runner.new_state()
         self._peeked: dict[str, tuple[int, int]] = {}
@@ -194,6 +195,12 @@ class Reuse:
         if self.cache is not None and num_bytes is not None:
             self.cache.allow(num_bytes)
 
+    def shed(self, num_bytes: int) -> None:
+        """Memory runs short: give up so much, or as much as can go."""
+        if self.cache is not None and self.cache.num_bytes:
+            self.num_reclaims += 1
+            self.cache.shed(num_bytes)
+
     def check_integrity(self) -> None:
         """Raise RuntimeError when the cache's books are wrong."""
         if self.cache is not None:
@@ -241,6 +248,7 @@ class Reuse:
             "evicted_bytes": counts.evicted_bytes,
             "refused": counts.refused,
             "buffer_returns": counts.buffer_returns,
+            "reclaims": self.num_reclaims,
             "failures": self.failures,
             "retention": cache.policy,
             "sessions": len(self.sessions) if self.sessions is not None else 0,
