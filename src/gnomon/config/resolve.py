@@ -179,7 +179,10 @@ def resolve(args: argparse.Namespace | None = None, environ: Mapping[str, str] |
     kv = cast("KvConfig", built["kv"])
     if kernel.l1 and kv.l2:
         raise ConfigError(str(origins["kv.l2"]), "excludes --l1: one names mlx-optiq as the oracle, the other mlx-lm")
-    _ = kv.scheme  # a scheme that can't be is refused here, with every other value
+    try:
+        _ = kv.scheme
+    except ValueError as error:
+        raise ConfigError(str(origins["kv.kv_quant"]), str(error)) from error
     notes = (
         *_speculation_notes(cast("SpeculationConfig", built["speculation"]), origins),
         *_unknown_variables(environ),
