@@ -1,4 +1,6 @@
-"""Check and time the CUDA kernels on a GPU, paired with mlx-lm in the same process: random weights in the shapes of Llama 3.1 8B and 3.2 1B.
+"""Check and time the CUDA kernels on a GPU, paired with mlx-lm in one process.
+
+Weights are random, in the shapes of Llama 3.1 8B and Llama 3.2 1B.
 
     uv run python benchmarks/cuda_kernels.py [--out DIR] [--only PART,..] [--models NAME,..]
 
@@ -57,7 +59,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 MODELS = {"8B-4": ("8B", 4), "8B-8": ("8B", 8), "8B-16": ("8B", 16), "1B-16": ("1B", 16), "1B-4": ("1B", 4)}
 BATCHES = (1, 2, 4, 8, 16, 32)
-PROMPT, STEPS, ROUNDS = 512, 24, 5
+PROMPT, STEPS, ROUNDS = 512, 24, 3
 TARGETS = {
     ("8B-4", 1): 3.0,
     ("8B-4", 8): 8.0,
@@ -162,8 +164,8 @@ class Stock:
         logits = model(prompt, cache=lone)[:, -1]
         self.cache = make_prompt_cache(model)
         for mine, theirs in zip(self.cache, lone, strict=True):
-            keys, values = theirs.state[:2]
-            mine.state = mx.repeat(keys, rows, axis=0), mx.repeat(values, rows, axis=0)
+            keys, values, offset = theirs.state
+            mine.state = mx.repeat(keys, rows, axis=0), mx.repeat(values, rows, axis=0), offset
         self.y = mx.repeat(mx.argmax(logits, axis=-1), rows, axis=0)
         mx.eval(self.y, [c.state[:2] for c in self.cache])
 
@@ -242,7 +244,9 @@ def micro(results: Results) -> None:
             sets: list[products.Weights] = []
             for i in range(copies):
                 w = mx.random.normal((n, k), dtype=mx.bfloat16, key=mx.random.key(i)) * 0.02
-                sets.append(products.Weights(w) if bits == 16 else products.Weights(*mx.quantize(w, 64, bits), None, bits))
+                sets.append(
+                    products.Weights(w) if bits == 16 else products.Weights(*mx.quantize(w, 64, bits), None, bits)
+                )
                 mx.eval(sets[-1].arrays())
             for rows in (1, 8, 16, 32):
                 if results.has("product", bits, n, k, rows):
@@ -266,7 +270,7 @@ def micro(results: Results) -> None:
                 )
 
 
-def decode(results: Results, name: str, rate: float) -> None:
+def decode(results: Results, name: str, rate: float, batches: list[int]) -> None:
     model = build(name)
     prompt = mx.random.randint(0, 128256, (1, PROMPT), key=mx.random.key(3))
     native.start("stock")
@@ -286,12 +290,12 @@ def decode(results: Results, name: str, rate: float) -> None:
                     times.append(time.perf_counter() - start)
                 pair.append(min(times))
             rounds.append((pair[0], pair[1]))
-        theirs, ours = (statistics.median(side) for side in zip(*rounds[1:], strict=True))
+        theirs, ours = (statistics.median(side) for side in zip(*rounds, strict=True))
         results.add(name, "prefill", stock=PROMPT / theirs, own=PROMPT / ours, ratio=theirs / ours)
     kernels = native.prepare(model, "native")
     if not kernels.layers:
         raise SystemExit(f"{name}: no compiled decode: {dict(dispatch.stock_calls)}")
-    for rows in BATCHES:
+    for rows in batches:
         if results.has(name, rows):
             continue
         native.start("stock")
@@ -308,9 +312,7 @@ def decode(results: Results, name: str, rate: float) -> None:
             theirs = stock.run(STEPS)
             native.start("native")
             pairs.append((theirs, own.run(STEPS)))
-        s, sh, o, oh = (
-            statistics.median(p[side][part] for p in pairs) for side in (0, 1) for part in (0, 1)
-        )
+        s, sh, o, oh = (statistics.median(p[side][part] for p in pairs) for side in (0, 1) for part in (0, 1))
         least = step_bytes(model, rows, PROMPT + ROUNDS * STEPS // 2)
         results.add(
             name,
@@ -348,6 +350,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("cuda-results"))
     parser.add_argument("--only", default="check,micro,models")
     parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--batches", default=",".join(map(str, BATCHES)))
     args = parser.parse_args()
     if not mx.cuda.is_available():
         raise SystemExit("no CUDA device")
@@ -360,7 +363,7 @@ def main() -> None:
     if "models" in parts:
         for name in args.models.split(","):
             try:
-                decode(results, name, rate)
+                decode(results, name, rate, [int(rows) for rows in args.batches.split(",")])
             except Exception as error:  # noqa: BLE001  (the other cells are worth having)
                 results.add("failed", name, error=f"{type(error).__name__}: {error}"[:2000])
             mx.clear_cache()

@@ -79,7 +79,7 @@ def start(
     process's: the last engine to start decides. Raises ValueError for threads or an instruction set that can't be.
     """
     wanted = AUTO if policy == "auto" else policy
-    if wanted == "native" and _is_cuda():
+    if wanted == "native" and is_cuda():
         dispatch.install(cuda_operations.ALL, cuda_operations)
         dispatch.choose(True)
         return Kernels(policy, True, isa=CUDA)
@@ -131,7 +131,8 @@ def _load(cache: Path | None, compiler: str | None, progress: Callable[[str], No
         return _extension, _build
 
 
-def _is_cuda() -> bool:
+def is_cuda() -> bool:
+    """Whether MLX computes on an NVIDIA GPU by default."""
     return mx.cuda.is_available() and mx.default_device() == mx.Device(mx.gpu)
 
 

@@ -77,10 +77,10 @@ class FullLayer(LayerState):
         return self.keys_and_values()
 
     def in_place(self) -> KeysValues | None:
-        """Whole buffers `[rows or more, heads, slots, dim]` with room for the open window, for a kernel that writes rows at their lengths itself.
+        """Whole buffers `[rows or more, heads, slots, dim]` with room for the open window, for a kernel that writes at the rows' lengths.
 
-        None before the first append. Memory that only this layer holds, or whose other holders never read beyond the rows' lengths:
-        copies of rows are made of what lies before. `advance_in_place` follows.
+        None before the first append. Nobody else reads these buffers beyond the rows' lengths: copies are made of what lies before, and a
+        snapshot's arrays are copied first. `advance_in_place` follows.
         """
         rows = self.rows
         if self._lone is None:

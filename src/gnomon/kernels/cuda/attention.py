@@ -2,12 +2,12 @@
 
 Contract
     qkv          [B, (q heads + 2 kv heads) * D] bf16, D 64, 128 or 256
-    keys, values [rows, kv heads, slots, D] bf16, rows at least B, any strides but contiguous along D; slot `lengths[b]` of row b is written in place
+    keys, values [rows, kv heads, slots, D] bf16, rows at least B, contiguous along D; slot `lengths[b]` of row b is written in place
     lengths      int32 [B]: tokens per row before this one
     result       [B, q heads * D] bf16
 
-Arithmetic: float32; a row's keys are cut into stretches by its own length alone and added up in order, so a row doesn't depend, to the bit, on others or
-on the buffers' size.
+Arithmetic: float32; a row's keys are cut into stretches by its own length alone and added up in order, so a row doesn't depend, to the bit,
+on others or on the buffers' size.
 """
 
 from __future__ import annotations

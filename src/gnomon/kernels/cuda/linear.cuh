@@ -22,14 +22,9 @@ struct Type<__nv_bfloat16> {
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
   }
-  static __device__ __forceinline__ unsigned minus(unsigned a, unsigned b) {
-    __nv_bfloat162 d = __hsub2(*reinterpret_cast<__nv_bfloat162*>(&a), *reinterpret_cast<__nv_bfloat162*>(&b));
-    return *reinterpret_cast<unsigned*>(&d);
-  }
-  // Two nibbles less 8: 0x4300 is 128, and there the last place is 1.
-  static __device__ __forceinline__ unsigned nibbles(unsigned q) {
-    return minus((q & 0x000f000fu) | 0x43004300u, 0x43084308u);
-  }
+  // Two nibbles plus 128: that is 0x4300, and there the last place is 1.
+  static constexpr float NIBBLE_ZERO = 128.0f;
+  static __device__ __forceinline__ unsigned nibbles(unsigned q) { return (q & 0x000f000fu) | 0x43004300u; }
   // Bytes I and I + 1 less 128, by way of 2^23 + byte; such floats end in 16 zero bits.
   template <int I>
   static __device__ __forceinline__ unsigned bytes(unsigned q) {
@@ -53,9 +48,10 @@ struct Type<__half> {
     __half2 d = __hsub2(*reinterpret_cast<__half2*>(&a), *reinterpret_cast<__half2*>(&b));
     return *reinterpret_cast<unsigned*>(&d);
   }
-  // 0x6400 is 1024, and there the last place is 1.
+  // 0x6400 is 1024, and there the last place is 1; less 1024 again, which would cost too much of a float32 sum.
+  static constexpr float NIBBLE_ZERO = 0.0f;
   static __device__ __forceinline__ unsigned nibbles(unsigned q) {
-    return minus((q & 0x000f000fu) | 0x64006400u, 0x64086408u);
+    return minus((q & 0x000f000fu) | 0x64006400u, 0x64006400u);
   }
   template <int I>
   static __device__ __forceinline__ unsigned bytes(unsigned q) {
@@ -77,6 +73,20 @@ __device__ __forceinline__ void load_weights(const void* p, unsigned* q) {
   }
 }
 
+struct True {
+  static constexpr bool value = true;
+};
+struct False {
+  static constexpr bool value = false;
+};
+
+template <typename T>
+union Pair {
+  unsigned word;
+  T part[2];
+  __device__ Pair() {}
+};
+
 template <typename T>
 struct Weights {
   const void* w;  // [rows, K] of T, or codes
@@ -93,7 +103,6 @@ struct Layout {
   static constexpr int PER = SUB / 4;                     // values per thread
   static constexpr int WORDS = PER * BITS / 32;           // 32-bit words of weights per thread
   static constexpr int MMAS = PER / 4;
-  static constexpr float ZERO = BITS == 4 ? 8.0f : 128.0f;  // taken off every code
 };
 
 // acc[tile][nt] += the tile's 16 rows of weights times 8 rows of x, over this warp's share of K.
@@ -102,7 +111,7 @@ __device__ __forceinline__ void multiply(const Weights<T> (&part)[TILES], const 
                                          float (&acc)[TILES][NT][4]) {
   using L = Layout<BITS, GROUP>;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
-  const int chunks = K / L::SUB, share = (chunks + WARPS - 1) / WARPS;
+  const int chunks = K / L::SUB, share = (chunks + 2 * WARPS - 1) / (2 * WARPS) * 2;
   const int begin = warp * share, end = min(chunks, begin + share);
   const size_t row_bytes = (size_t)K * BITS / 8;
   const int groups = K / GROUP;
@@ -120,27 +129,53 @@ __device__ __forceinline__ void multiply(const Weights<T> (&part)[TILES], const 
         b[i][h] = part[i].b + row * groups;
       }
     }
+  // What must be added per code: 8-bit ones come less 128, 4-bit ones may come with something added.
+  const float ZERO = BITS == 8 ? 128.0f : -Type<T>::NIBBLE_ZERO;
+  const bool paired = GROUP == 64 && groups % 2 == 0;
   for (int c0 = begin; c0 < end; c0 += U) {
     unsigned q[U][TILES][2][L::WORDS];
     T sc[U][TILES][2], bi[U][TILES][2];
-#pragma unroll
-    for (int u = 0; u < U; ++u) {
-      const int c = min(c0 + u, end - 1);
+    const auto load = [&](auto whole) {
 #pragma unroll
       for (int i = 0; i < TILES; ++i)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          const char* p = w[i][h] + (size_t)c * (L::SUB * BITS / 8);
-          if constexpr (BITS == 16) {
-            load_weights<4>(p, &q[u][i][h][0]);
-            load_weights<4>(p + 64, &q[u][i][h][4]);
-          } else {
-            load_weights<L::WORDS>(p, &q[u][i][h][0]);
-            const int group = c * L::SUB / GROUP;
-            sc[u][i][h] = __ldg(s[i][h] + group);
-            bi[u][i][h] = __ldg(b[i][h] + group);
+          const char* p = w[i][h] + (size_t)c0 * (L::SUB * BITS / 8);
+#pragma unroll
+          for (int u = 0; u < U; ++u) {
+            const int at = decltype(whole)::value ? u : min(u, end - 1 - c0);
+            if constexpr (BITS == 16) {
+              load_weights<4>(p + at * (L::SUB * BITS / 8), &q[u][i][h][0]);
+              load_weights<4>(p + at * (L::SUB * BITS / 8) + 64, &q[u][i][h][4]);
+            } else {
+              load_weights<L::WORDS>(p + at * (L::SUB * BITS / 8), &q[u][i][h][0]);
+            }
+          }
+          if constexpr (BITS != 16) {
+            if (decltype(whole)::value && paired) {
+#pragma unroll
+              for (int u = 0; u < U; u += 2) {
+                Pair<T> two;
+                two.word = __ldg(reinterpret_cast<const unsigned*>(s[i][h] + c0 + u));
+                sc[u][i][h] = two.part[0], sc[u + 1][i][h] = two.part[1];
+                two.word = __ldg(reinterpret_cast<const unsigned*>(b[i][h] + c0 + u));
+                bi[u][i][h] = two.part[0], bi[u + 1][i][h] = two.part[1];
+              }
+            } else {
+#pragma unroll
+              for (int u = 0; u < U; ++u) {
+                const int group = min(c0 + u, end - 1) * L::SUB / GROUP;
+                sc[u][i][h] = __ldg(s[i][h] + group);
+                bi[u][i][h] = __ldg(b[i][h] + group);
+              }
+            }
           }
         }
+    };
+    if (c0 + U <= end) {
+      load(True());
+    } else {
+      load(False());
     }
 #pragma unroll
     for (int u = 0; u < U; ++u) {
@@ -209,7 +244,7 @@ __device__ __forceinline__ void multiply(const Weights<T> (&part)[TILES], const 
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
             const float scale = Type<T>::wide(sc[u][i][h]);
-            const float offset = fmaf(scale, L::ZERO, Type<T>::wide(bi[u][i][h]));
+            const float offset = fmaf(scale, ZERO, Type<T>::wide(bi[u][i][h]));
 #pragma unroll
             for (int nt = 0; nt < NT; ++nt)
 #pragma unroll
@@ -352,6 +387,26 @@ __device__ __forceinline__ void add(const Weights<T>& one, const T* x, int M, in
 #pragma unroll
     for (int o = 8; o; o >>= 1) square += __shfl_xor_sync(0xffffffffu, square, o);
     if (m < M && n == 0) squares[(size_t)m * gridDim.x + blockIdx.x] = square;
+  }
+}
+
+// Weights [N, K] of T from codes, rounded once: for products of many rows. One thread per 32 bits of codes.
+template <typename T, int BITS, int GROUP>
+__device__ __forceinline__ void unpack(const Weights<T>& part, long long words, T* out) {
+  constexpr int CODES = 32 / BITS;
+  const long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= words) return;
+  const unsigned word = reinterpret_cast<const unsigned*>(part.w)[i];
+  const long long group = i * CODES / GROUP;
+  const float scale = Type<T>::wide(part.s[group]), bias = Type<T>::wide(part.b[group]);
+  __align__(16) T values[CODES];
+#pragma unroll
+  for (int j = 0; j < CODES; ++j)
+    values[j] = Type<T>::narrow(fmaf((float)((word >> (BITS * j)) & ((1u << BITS) - 1u)), scale, bias));
+  if constexpr (BITS == 4) {
+    reinterpret_cast<uint4*>(out)[i] = *reinterpret_cast<const uint4*>(values);
+  } else {
+    reinterpret_cast<uint2*>(out)[i] = *reinterpret_cast<const uint2*>(values);
   }
 }
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from gnomon.kernels.cuda.products import MOST_ROWS, TYPES, Weights, product
+from gnomon.kernels.cuda.products import MOST_ROWS, TYPES, Weights, product, unpack
 from gnomon.kernels.dispatch import Operation, thread, uncovered
 
 
@@ -17,8 +17,7 @@ def quantized_matmul(x: mx.array, weights: Weights, *, stream: Any = None) -> mx
     rows = x.size // x.shape[-1]
     if rows <= MOST_ROWS:
         return product(x.reshape(rows, -1), weights).reshape(*x.shape[:-1], weights.outputs)
-    dense = mx.dequantize(weights.weight, weights.scales, weights.biases, weights.group, weights.bits, stream=stream)
-    return mx.matmul(x, dense.T, stream=stream)
+    return mx.matmul(x, unpack(weights).T, stream=stream)
 
 
 def _make(stock: Callable[..., mx.array], extension: ModuleType) -> Callable[..., mx.array]:  # noqa: ARG001  (no extension)

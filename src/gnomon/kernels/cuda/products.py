@@ -9,13 +9,12 @@ Arithmetic: products in the tensor cores with float32 sums over codes, which are
 shares of K added in one order; one rounding to the result's type. An output depends, to the bit, on its row of x and its row of the weights
 alone, for every M.
 
-A norm before a product is folded into it: who makes x also makes x times the norm's weight (rounded once) and its sums of squares, and the product
-is divided by the root of their mean at its end.
+A norm before a product is folded into it: who makes x also makes x times the norm's weight (rounded once) and its sums of squares, and the
+product is divided by the root of their mean at its end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -130,13 +129,13 @@ def _part(i: int, kind: tuple[int, int, bool], dtype: str) -> str:
     return f"gnomon::Weights<{dtype}>{{w{i}, {scales}, {f'c{i}' if biased else 'nullptr'}, w{i}_shape[0]}}"
 
 
-def _ahead(bits: int, tiles: int) -> int:
-    """Chunks of weights to load ahead: as many as registers hold well."""
-    return 2 if bits == DENSE or tiles > 1 else 4
+AHEAD = 2
+"""Chunks of weights to load at once: more blocks at a time hide more than more loads of one."""
 
 
-def _residents(bits: int, tiles: int) -> int:
-    return {1: 3 if bits != DENSE else 4, 2: 2, 4: 1}[tiles]
+def _residents(tiles: int) -> int:
+    """Blocks per multiprocessor to leave registers for, for that many tiles of results in registers."""
+    return {1: 4, 2: 3, 4: 1}[tiles]
 
 
 @cache
@@ -147,11 +146,11 @@ def _plain(
     squares = "nullptr, 0, 0.0f" if eps is None else f"squares, squares_shape[1], {eps!r}f"
     body = f"""
   const gnomon::Weights<{t}> parts[] = {{{", ".join(_part(i, kind, t) for i, kind in enumerate(kinds))}}};
-  gnomon::plain<{t}, {bits}, {group}, {tiles}, {wide}, {_ahead(bits, tiles * wide)}, {len(kinds)}>(
+  gnomon::plain<{t}, {bits}, {group}, {tiles}, {wide}, {AHEAD}, {len(kinds)}>(
       parts, x, x_shape[0], x_shape[1], {squares}, out);
 """
     names = ["x", *([] if eps is None else ["squares"]), *(n for i, kind in enumerate(kinds) for n in _names(i, kind))]
-    residents = _residents(bits, min(4, tiles * wide))
+    residents = _residents(min(4, tiles * wide))
     return make("plain", "linear.cuh", names, ["out"], body, block=BLOCK, blocks_per_processor=residents)
 
 
@@ -181,11 +180,11 @@ def product(x: mx.array | Normed, *weights: Weights) -> mx.array:
 def _gated(kind: tuple[int, int, bool], dtype: mx.Dtype, tiles: int, eps: float) -> Kernel:
     t, (bits, group, _) = TYPES[dtype], kind
     body = f"""
-  gnomon::gated<{t}, {bits}, {group}, {tiles}, {_ahead(bits, 2)}>(
+  gnomon::gated<{t}, {bits}, {group}, {tiles}, {AHEAD}>(
       {_part(0, kind, t)}, {_part(1, kind, t)}, x, x_shape[0], x_shape[1], squares, squares_shape[1], {eps!r}f, out);
 """
     names = ["x", "squares", *_names(0, kind), *_names(1, kind)]
-    residents = _residents(bits, min(4, 2 * tiles))
+    residents = _residents(min(4, 2 * tiles))
     return make("gated", "linear.cuh", names, ["out"], body, block=BLOCK, blocks_per_processor=residents)
 
 
@@ -205,11 +204,11 @@ def gated(x: Normed, gate: Weights, up: Weights) -> mx.array:
 def _add(kind: tuple[int, int, bool], dtype: mx.Dtype, tiles: int) -> Kernel:
     t, (bits, group, _) = TYPES[dtype], kind
     body = f"""
-  gnomon::add<{t}, {bits}, {group}, {tiles}, {_ahead(bits, tiles)}>(
+  gnomon::add<{t}, {bits}, {group}, {tiles}, {AHEAD}>(
       {_part(0, kind, t)}, x, x_shape[0], x_shape[1], residual, norm, h, hw, squares);
 """
     names, results = ["x", "residual", "norm", *_names(0, kind)], ["h", "hw", "squares"]
-    residents = _residents(bits, tiles)
+    residents = _residents(tiles)
     return make("add", "linear.cuh", names, results, body, block=BLOCK, blocks_per_processor=residents)
 
 
@@ -232,7 +231,9 @@ def _embed(kind: tuple[int, int, bool], dtype: mx.Dtype, inputs: int) -> Kernel:
     body = f"""
   gnomon::embed<{t}, {bits}, {group}>(tokens, {_part(0, kind, t)}, norm_shape[0], norm, h, hw, squares);
 """
-    return make("embed", "linear.cuh", ["tokens", "norm", *_names(0, kind)], ["h", "hw", "squares"], body, block=inputs // 16)
+    return make(
+        "embed", "linear.cuh", ["tokens", "norm", *_names(0, kind)], ["h", "hw", "squares"], body, block=inputs // 16
+    )
 
 
 def embed(tokens: mx.array, table: Weights, norm: mx.array, eps: float) -> tuple[mx.array, Normed]:
@@ -246,3 +247,23 @@ def embed(tokens: mx.array, table: Weights, norm: mx.array, eps: float) -> tuple
         threadgroup=(width // 16, 1, 1),
     )
     return h, Normed(hw, squares, eps)
+
+
+@cache
+def _unpack(kind: tuple[int, int, bool], dtype: mx.Dtype) -> Kernel:
+    t, (bits, group, _) = TYPES[dtype], kind
+    body = f"""
+  gnomon::unpack<{t}, {bits}, {group}>({_part(0, kind, t)}, (long long)w0_shape[0] * w0_shape[1], out);
+"""
+    return make("unpack", "linear.cuh", _names(0, kind), ["out"], body, block=BLOCK)
+
+
+def unpack(weights: Weights) -> mx.array:
+    """Quantised weights as [N, K] of their type, rounded once."""
+    return _unpack((weights.bits, weights.group, False), weights.dtype)(
+        inputs=weights.arrays()[:3],
+        output_shapes=[(weights.outputs, weights.inputs)],
+        output_dtypes=[weights.dtype],
+        grid=(-(-weights.weight.size // BLOCK) * BLOCK, 1, 1),
+        threadgroup=(BLOCK, 1, 1),
+    )[0]

@@ -1,7 +1,7 @@
 """Kernels made from the sources beside this file.
 
-MLX compiles a kernel when it is first evaluated and keeps the result on disk under the kernel's name, so a name has a hash of all that
-went into it.
+MLX compiles a kernel when it is first evaluated and keeps the result under the kernel's name, so a name has a hash of all that went into
+it. At every evaluation MLX goes through a kernel's whole text, so that text only includes the source file.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from functools import cache
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -18,9 +18,10 @@ Kernel = Callable[..., list[mx.array]]
 
 
 @cache
-def header(file: str) -> str:
-    """The text of a source file of this package."""
-    return resources.files(__package__).joinpath(file).read_text()
+def header(file: str) -> tuple[Path, str]:
+    """A source file of this package, and its text."""
+    path = Path(__file__).with_name(file)
+    return path, path.read_text()
 
 
 def make(
@@ -39,10 +40,11 @@ def make(
     `block` threads and `blocks_per_processor` bound its registers. With `any_strides`, inputs that are not contiguous are passed as they
     are, otherwise MLX copies them.
     """
-    text = header(file)
+    path, text = header(file)
     parts = (text, body, ",".join(inputs), ",".join(outputs), str(block), str(blocks_per_processor))
     full = f"gnomon_{name}_{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:12]}"
-    # MLX writes the signature; its own name as a macro puts the bounds in front of it. Were the prefix another, there would be no bounds.
+    # MLX writes the signature; its own name as a macro puts the bounds in front of it, and the body ends the macro, since MLX asks for the
+    # name afterwards. Were the prefix another, there would be no bounds.
     symbol = f"custom_kernel_{full}"
     bounds = f"#define {symbol} __launch_bounds__({block}, {blocks_per_processor}) {symbol}\n"
     options: dict[str, Any] = {"ensure_row_contiguous": not any_strides}
@@ -50,7 +52,7 @@ def make(
         name=full,
         input_names=list(inputs),
         output_names=list(outputs),
-        source=body,
-        header=text + bounds,
+        source=f"{body}\n#undef {symbol}\n",
+        header=f'#include "{path}"\n{bounds}',
         **options,
     )
