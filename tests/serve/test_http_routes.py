@@ -62,9 +62,11 @@ def test_root_names_every_endpoint(client: TestClient) -> None:
     assert body["version"]
     assert body["endpoints"] == [
         "DELETE /v1/responses/{response_id}",
+        "GET /engine",
         "GET /health",
         "GET /metrics",
         "GET /stats",
+        "GET /stats/stream",
         "GET /v1",
         "GET /v1/models",
         "GET /v1/models/{model_id}",

@@ -4,9 +4,12 @@ One file per group of settings: frozen dataclasses whose fields carry an `Option
 checks and `gnomon config` are all derived from them. Nothing else in Gnomon reads the environment.
 """
 
+from gnomon.config.checkpoint import CheckpointConfig
 from gnomon.config.engine import EngineConfig
 from gnomon.config.http import HTTPConfig
+from gnomon.config.isolation import IsolationConfig
 from gnomon.config.kernel import KernelConfig
+from gnomon.config.kv import KvConfig, KvScheme
 from gnomon.config.log import LogConfig, TraceConfig
 from gnomon.config.model import ClientConfig, ModelConfig, Paths
 from gnomon.config.resolve import (
@@ -22,6 +25,7 @@ from gnomon.config.resolve import (
     with_model_defaults,
 )
 from gnomon.config.sampling import SamplingDefaults
+from gnomon.config.speculation import SpeculationConfig
 from gnomon.config.units import GB, GiB, KiB, MiB
 from gnomon.options import ConfigError
 
@@ -30,6 +34,7 @@ __all__ = [
     "GB",
     "GROUPS",
     "SERVE",
+    "CheckpointConfig",
     "ClientConfig",
     "Config",
     "ConfigError",
@@ -37,14 +42,18 @@ __all__ = [
     "GiB",
     "Group",
     "HTTPConfig",
+    "IsolationConfig",
     "KernelConfig",
     "KiB",
+    "KvConfig",
+    "KvScheme",
     "LogConfig",
     "MiB",
     "ModelConfig",
     "Origin",
     "Paths",
     "SamplingDefaults",
+    "SpeculationConfig",
     "TraceConfig",
     "add_arguments",
     "resolve",

@@ -76,6 +76,8 @@ class Request:
     """States are reused only within one: whatever else than the tokens changes a forward belongs into its name."""
     constraint: Constraint | None = None
     thinking: Thinking | None = None
+    text: str | None = None
+    """The text that the prompt was made of, where it was: the same text may come as other ids another time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,24 @@ class CacheMiss:
 
 
 @dataclass(frozen=True, slots=True)
+class Speculated:
+    """Guessed tokens of one request, its choices together. `target_calls` are forwards of the model that gave it tokens, `lengths` how many
+    guesses each window got accepted; `drafted_at` and `accepted_at` count guesses by their place in the window."""
+
+    drafted: int
+    accepted: int
+    target_calls: int
+    lengths: tuple[int, ...] = ()
+    drafted_at: tuple[int, ...] = ()
+    accepted_at: tuple[int, ...] = ()
+
+    @property
+    def rounds(self) -> int:
+        """Forwards that verified guesses."""
+        return len(self.lengths)
+
+
+@dataclass(frozen=True, slots=True)
 class Usage:
     """Token counts and times of one request. `completion_tokens` sums over its choices and counts an end-of-sequence token."""
 
@@ -121,10 +141,12 @@ class Usage:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     tier: Tier = "L1"
-    lane: Literal["serial", "batched"] = "serial"
+    lane: Literal["serial", "serial+spec", "batched"] = "serial"
     cache_tier: CacheTier = "none"
     """Where the reused tokens' state came from."""
     cache_miss: CacheMiss | None = None
+    speculation: Speculated | None = None
+    """None if nothing could be guessed for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +170,15 @@ class Delta:
 
 
 @dataclass(frozen=True, slots=True)
+class Replayed:
+    """What an interrupted generation had delivered, once more, when the identical request goes on with it: one delta per token or so."""
+
+    request_id: str
+    index: int
+    deltas: tuple[Delta, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ChoiceFinished:
     """A choice ended. `stop` is the stop string that matched, if one did."""
 
@@ -167,15 +198,17 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Last event of a request that failed. `fatal` tells that the engine itself can't go on."""
+    """Last event of a request that failed. `fatal` tells that the engine itself can't go on, `refusal` what `submit` would have raised
+    had the engine been there to ask."""
 
     request_id: str
     message: str
     code: str = "engine_error"
     fatal: bool = False
+    refusal: EngineError | None = None
 
 
-Event = Progress | Delta | ChoiceFinished | Finished | Failed
+Event = Progress | Delta | Replayed | ChoiceFinished | Finished | Failed
 Sink = Callable[[Event], None]
 """Called on the engine thread: it must not block and must not raise."""
 
@@ -250,8 +283,11 @@ class Engine(Protocol):
         """Make ready to enforce a constraint, on the caller's thread; what of it would not be enforced. Raises `Unenforceable`."""
         ...
 
-    def cancel(self, request_id: str) -> None:
-        """Stop a request at the next chunk or step. Unknown ids are ignored. The sink still gets its last event."""
+    def cancel(self, request_id: str, *, answered: bool = False) -> None:
+        """Stop a request at the next chunk or step. Unknown ids are ignored. The sink still gets its last event.
+
+        `answered` tells that the client has all it wants: nothing is kept to go on with.
+        """
         ...
 
     def health(self) -> Health: ...

@@ -14,9 +14,10 @@ from typing import Any
 
 from gnomon.chat.constraint import Constraint
 from gnomon.chat.tokenizer import Tokenizer
-from gnomon.config import EngineConfig, KernelConfig
+from gnomon.config import EngineConfig, KernelConfig, KvScheme, SpeculationConfig
 from gnomon.engine import admission, stats
 from gnomon.engine.api import (
+    EngineError,
     EngineUnavailable,
     Event,
     Failed,
@@ -31,14 +32,18 @@ from gnomon.engine.api import (
     Unenforceable,
 )
 from gnomon.engine.budget import Budget, allocator_limits, budget_for
+from gnomon.engine.coding import coding_for, stats_of, tier_of
 from gnomon.engine.completion import Completion, collect
 from gnomon.engine.core import Core
 from gnomon.engine.counters import Counters
+from gnomon.engine.drafting import check_draft, check_tokenizers, open_speculation
 from gnomon.engine.heart import Heart
 from gnomon.engine.mailbox import Cancel, Mailbox, Stop, Submit
-from gnomon.engine.row import Job, ProposerFactory
-from gnomon.engine.runner import DeviceFailed
+from gnomon.engine.resume import Record, Slot, Store, claim, files_of
+from gnomon.engine.row import Job
+from gnomon.engine.runner import DeviceFailed, Runner
 from gnomon.engine.sampling import fresh_seed
+from gnomon.engine.speculation import ProposerFactory
 from gnomon.grammar import Compiled, Compiler, Vocabulary
 from gnomon.grammar import Unenforceable as NoGrammar
 from gnomon.kernels import native
@@ -61,9 +66,10 @@ MAX_RESETS = 3
 class Engine:
     """Serves one model from one thread, which loads it, builds every graph and evaluates it.
 
-    `load`, `propose` and `prime` run on that thread; `prime` may fill the fresh state of a prompt before its prefill. `on_failure`
+    `load`, `load_draft`, `propose` and `prime` run on that thread; `prime` may fill the fresh state of a prompt before its prefill. What
+    steps cost is kept in the directory `measurements`. `on_failure`
     is called from it, once, after every open request has heard `Failed`, when the engine can't go on: the host process should
-    then exit non-zero.
+    then exit non-zero. `saves` is where running generations are saved; the engine closes it at its end.
     """
 
     def __init__(
@@ -73,20 +79,32 @@ class Engine:
         config: EngineConfig | None = None,
         *,
         model_id: str | None = None,
+        speculation: SpeculationConfig | None = None,
+        load_draft: Callable[[], LoadedModel] | None = None,
+        measurements: Path | None = None,
         propose: ProposerFactory | None = None,
         on_failure: Callable[[str], None] | None = None,
         prime: Callable[[BatchState], None] | None = None,
         tracer: Tracer = OFF,
         kernels: KernelConfig | None = None,
         kernel_cache: Path | None = None,
+        kv: KvScheme | None = None,
+        saves: Store | None = None,
     ) -> None:
+        self.saves = saves
+        self._identity = ""
         self.config = config or EngineConfig()
         self._kernel_config = kernels or KernelConfig(kernels="stock")
         self._kernel_cache = kernel_cache
+        self._kv = kv or KvScheme()
+        self._kv_stats: dict[str, Any] = {}
         self._kernels = Kernels("stock", native=False)
         self.tokenizer = tokenizer
         self._load = load
         self._model_id = model_id
+        self._speculate = speculation or SpeculationConfig()
+        self._load_draft = load_draft
+        self._measurements = measurements
         self._propose = propose
         self._prime = prime
         self._tracer = tracer
@@ -134,11 +152,38 @@ class Engine:
         Raises `InvalidRequest`, `QueueFull` or `EngineUnavailable`; then nothing was started.
         """
         model, budget = self.model, self._budget
+        grammar = None if request.constraint is None else self._grammar(request.constraint)
+        slot, record = None, None
+        if self.saves is not None:
+            request, slot, record = claim(
+                self.saves, request, self._identity, self.tokenizer, model.vocab_size, grammar
+            )
+        try:
+            self._submit(request, sink, model, budget, grammar, slot, record)
+        except EngineError:
+            if self.saves is not None and slot is not None:
+                self.saves.keep(slot)
+            raise
+        if record is not None and self.saves is not None:
+            self.saves.tell_resumed(record)
+            log.info("request %s goes on after %d tokens of an interrupted answer", request.id, len(record.tokens))
+
+    def _submit(
+        self,
+        request: Request,
+        sink: Sink,
+        model: ModelInfo,
+        budget: Budget | None,
+        grammar: Compiled | None,
+        slot: Slot | None,
+        record: Record | None,
+    ) -> None:
         in_memory = budget.max_context(max(1, request.n)) if budget is not None else None
         limit = admission.token_limit(request, model, self.config.context_limit, in_memory)
         seed = request.sampling.seed
-        grammar = None if request.constraint is None else self._grammar(request.constraint)
-        job = Job(request, sink, limit, fresh_seed() if seed is None else seed, grammar, tier=model.tier)
+        if seed is None:
+            seed = fresh_seed() if record is None else record.seed
+        job = Job(request, sink, limit, seed, grammar, tier=model.tier, slot=slot, record=record)
         with self._lock:
             self._refuse_if_closed()
             if request.id in self._open:
@@ -171,9 +216,12 @@ class Engine:
                 f"{constraint.param} can't be enforced: {error}", constraint.param, "unsupported"
             ) from error
 
-    def cancel(self, request_id: str) -> None:
-        """Stop a request at the next chunk or step; its sink still gets its last event. Unknown ids are ignored."""
-        self._mailbox.post(Cancel(request_id))
+    def cancel(self, request_id: str, *, answered: bool = False) -> None:
+        """Stop a request at the next chunk or step; its sink still gets its last event. Unknown ids are ignored.
+
+        `answered` tells that the client has all it wants: nothing is kept to go on with.
+        """
+        self._mailbox.post(Cancel(request_id, answered))
 
     def stream(self, request: Request) -> Iterator[Event]:
         """Submit and yield the events up to `Finished` or `Failed`. Closing the iterator cancels the request."""
@@ -253,8 +301,17 @@ class Engine:
             },
             **stats.snapshot(self._counters, self.config, self._model, self._budget, jobs),
             **({"prompt_cache": self._core.reuse.stats()} if self._core is not None else {}),
+            "generation_checkpoints": {"enabled": False} if self.saves is None else self.saves.stats(),
+            **self._told_of_speculation(),
             "kernels": dict(self._kernels.stats()),
+            "kv_quant": self._kv_stats,
         }
+
+    def _told_of_speculation(self) -> Mapping[str, Any]:
+        core = self._core
+        if core is None or core.speculation is None:
+            return {"speculation": {"enabled": False}}
+        return {"speculation": {"enabled": True, **core.speculation.stats(self._counters.active_rows)}}
 
     def drain(self, timeout: float) -> bool:
         """Refuse new requests and wait up to `timeout` seconds for the open ones; True if all ended by themselves."""
@@ -270,6 +327,8 @@ class Engine:
         if threading.current_thread() is not self._thread:
             self._thread.join()
             _await_thread_exit(self._thread.native_id)
+            if self.saves is not None:
+                self.saves.close()
             atexit.unregister(self.stop)
 
     def __enter__(self) -> Engine:
@@ -351,7 +410,18 @@ class Engine:
         )
         binding = loaded.binding
         limits = [one for one in (loaded.context_length, self.config.context_limit) if one is not None]
-        budget = self._budget = budget_for(loaded, self.config.memory_budget)
+        draft = self._load_draft() if self._load_draft is not None else None
+        if draft is not None:
+            check_draft(draft)
+            native.prepare(
+                draft.model,
+                "stock" if wanted.stock else wanted.kernels,
+                cache=self._kernel_cache,
+                threads=wanted.threads,
+            )
+        budget = self._budget = budget_for(loaded, self.config.memory_budget, self._kv, draft)
+        coding = coding_for(loaded, self._kv)
+        self._kv_stats = stats_of(self._kv, coding, loaded)
         core = Core(
             loaded,
             self.tokenizer,
@@ -360,11 +430,26 @@ class Engine:
             self._mailbox,
             self._counters,
             self._heart,
-            self._propose,
+            open_speculation(
+                self._speculate,
+                loaded,
+                draft,
+                runner_of=lambda model: Runner(
+                    model, self.config, Counters(), self._heart, coding=coding if model is loaded else None
+                ),
+                kernels=f"{self._kernels.name} {self._kv.name}",
+                reuse=lambda: self._opened.reuse,
+                measurements=self._measurements,
+                extra=self._propose,
+            ),
             self._closed,
             prime=self._prime,
+            coding=coding,
             tracer=self._tracer,
+            saves=self.saves,
         )
+        files = files_of(loaded.path) if self.saves is not None else ""
+        self._identity = f"{core.reuse.identity}\n{files}\n{'native' if self._kernels.native else 'stock'}"
         self._model = ModelInfo(
             id=self._model_id or loaded.path.name,
             path=str(loaded.path),
@@ -376,9 +461,15 @@ class Engine:
             created=int(self._started),
             batchable=binding.batchable,
             why_not_batchable=binding.why_not,
-            tier="Lab" if self._kernels.native else "L1",
+            tier="Lab" if self._kernels.native else tier_of(self._kv, coding, loaded),
         )
         return core
+
+    @property
+    def _opened(self) -> Core:
+        if self._core is None:
+            raise EngineUnavailable("the model is still loading")
+        return self._core
 
     def _fail(self, core: Core | None, error: Exception) -> None:
         """The engine can't go on: tell every open request, health and the host."""
@@ -422,28 +513,46 @@ def load(
     *,
     kernels: KernelConfig | None = None,
     kernel_cache: Path | None = None,
+    speculation: SpeculationConfig | None = None,
+    draft: Path | None = None,
+    measurements: Path | None = None,
+    kv: KvScheme | None = None,
     model_id: str | None = None,
     on_failure: Callable[[str], None] | None = None,
     tracer: Tracer = OFF,
+    saves: Store | None = None,
 ) -> Engine:
     """Load the MLX model directory at `path` and start its engine. Raises what loading raises.
 
-    `kernels` None means stock operations; builds of native kernels are kept in `kernel_cache`. Stop the engine when done: it is a
-    context manager.
+    `kernels` None means stock operations; builds of native kernels are kept in `kernel_cache`, measured costs of steps in
+    `measurements`. `draft` is the directory of the model that drafts, `speculation.draft_model` unless given. `kv` None holds keys
+    and values plain. Running generations are kept in `saves`.
+
+    Stop the engine when done: it is a context manager.
     """
     path = Path(path)
     # Before the tokenizer's word on what it misses.
     read_config(path)
     tokenizer = Tokenizer.load(path)
+    if draft is None and speculation is not None and speculation.draft_model is not None:
+        draft = Path(speculation.draft_model)
+    if draft is not None:
+        read_config(draft)
+        check_tokenizers(tokenizer, Tokenizer.load(draft))
     engine = Engine(
         lambda: load_model(path),
         tokenizer,
         config,
         model_id=model_id,
+        speculation=speculation,
+        load_draft=None if draft is None else lambda: load_model(draft),
+        measurements=measurements,
         on_failure=on_failure,
         kernels=kernels,
         kernel_cache=kernel_cache,
+        kv=kv,
         tracer=tracer,
+        saves=saves,
     )
     try:
         engine.wait()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Protocol, cast
@@ -35,6 +35,10 @@ class Vocabulary(Protocol):
 
     def decode(self, ids: Iterable[int], *, hide: bool = ...) -> str:
         """Text of ids; with `hide` false special tokens are written out."""
+        ...
+
+    def split(self, text: str) -> Sequence[str | int]:
+        """Runs of plain text, and the ids of special tokens written between them."""
         ...
 
     def piece(self, token: int) -> str:

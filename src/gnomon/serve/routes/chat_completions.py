@@ -105,7 +105,8 @@ def plan(request: ChatRequest, services: Services, trace_id: str, name: str) -> 
         trace_id=trace_id,
         boundary=boundary_of(rendered, ids),
         constraint=form.constraint,
-        thinking=template.thinking(rendered) if form.constraint is not None else None,
+        thinking=template.thinking(rendered) if form.constraint is not None and not form.constraint.turn else None,
+        text=rendered.text,
     )
     job = Job(
         id=name,
@@ -117,13 +118,11 @@ def plan(request: ChatRequest, services: Services, trace_id: str, name: str) -> 
         warnings=((NO_FORMAT,) if tools and template.tools is None else ()) + form.warnings,
         moved=moved,
     )
-    # An answer held to a form may look like a call and is none.
-    allowed = tools if form.constraint is None or request.demands_call else None
     return ChatJob(
         job,
         rendered.text,
         lambda: template.splitter(rendered.generation_prompt),
-        extractor_for(template.tools, allowed, single=request.parallel_tool_calls is False),
+        extractor_for(template.tools, tools if form.calls else None, single=request.parallel_tool_calls is False),
         logprobs is not None,
     )
 
