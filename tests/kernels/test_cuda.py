@@ -68,7 +68,7 @@ def test_kernels_are_made_for_8_16_and_32_rows(rows: int, tiles: int) -> None:
 
 @pytest.mark.parametrize("rows", [0, 33])
 def test_other_numbers_of_rows_are_refused(rows: int) -> None:
-    with pytest.raises(ValueError, match=f"1..32, got {rows}"):
+    with pytest.raises(ValueError, match=rf"1\.\.32, got {rows}"):
         products.tiles_of_rows(rows)
 
 

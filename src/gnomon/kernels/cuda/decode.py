@@ -20,7 +20,7 @@ import importlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -115,7 +115,7 @@ class Decoder:
                 self._compiled = mx.compile(self._forward)
             self._shapes.add(shape)
         lengths = caches[0].rows.offsets
-        logits = cast("mx.array", self._compiled(tokens, lengths, *buffers))
+        logits = self._compiled(tokens, lengths, *buffers)
         for cache in caches:
             cache.advance_in_place()
         return logits
@@ -156,7 +156,7 @@ def _rotation(rope: Any, size: int) -> tuple[mx.array, bool]:
         step = math.log(rope.base) / (size // 2)
         return mx.exp(-mx.arange(size // 2, dtype=mx.float32) * step) * rope.scale, bool(rope.traditional)
     if type(rope) is rope_utils.Llama3RoPE and rope.dims == size:
-        freqs = cast("mx.array", rope._freqs)  # pyright: ignore[reportPrivateUsage]
+        freqs = rope._freqs  # pyright: ignore[reportPrivateUsage]
         return 1 / freqs.astype(mx.float32), bool(rope.traditional)
     raise _Unknown(f"rope is {type(rope).__name__}")
 

@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 
@@ -48,7 +48,7 @@ def make(
     symbol = f"custom_kernel_{full}"
     bounds = f"#define {symbol} __launch_bounds__({block}, {blocks_per_processor}) {symbol}\n"
     options: dict[str, Any] = {"ensure_row_contiguous": not any_strides}
-    return mx.fast.cuda_kernel(
+    kernel = mx.fast.cuda_kernel(
         name=full,
         input_names=list(inputs),
         output_names=list(outputs),
@@ -56,3 +56,4 @@ def make(
         header=f'#include "{path}"\n{bounds}',
         **options,
     )
+    return cast("Kernel", kernel)
