@@ -1,4 +1,4 @@
-"""`gnomon kernels`: build, list, check and time the native CPU kernels of this machine."""
+"""`gnomon kernels`: build, list, check and time the native kernels of this machine: those for CUDA on a GPU, else those for CPUs."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from gnomon.cli._verbs import CommandError
 from gnomon.config import Config, KernelConfig
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
     from types import ModuleType
 
+    from gnomon.kernels.bench import Timing
     from gnomon.kernels.build import Build
+    from gnomon.kernels.verify import Check
 
 NAME = "kernels"
-HELP = "build, list, verify and time the native CPU kernels"
+HELP = "build, list, verify and time the native kernels"
 GROUPS = (KernelConfig,)
 ACTIONS = ("list", "build", "verify", "bench")
 
@@ -28,7 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from gnomon.kernels import native
+
     config: Config = args.config
+    if native.is_cuda():
+        return _run_cuda(args.action)
     if args.action == "list":
         return _list(config)
     extension, build = _load(config, args.rebuild and args.action == "build", args.all)
@@ -37,6 +44,34 @@ def run(args: argparse.Namespace) -> int:
         print(f"{build.path} ({how}); instruction sets: {', '.join(extension.isas())}")
         return 0
     return _verify(extension) if args.action == "verify" else _bench(extension)
+
+
+def _run_cuda(action: str) -> int:
+    from gnomon.kernels import native
+    from gnomon.kernels.cuda import operations
+    from gnomon.kernels.cuda.bench import bench
+    from gnomon.kernels.cuda.decode import FAMILIES
+    from gnomon.kernels.cuda.verify import verify
+
+    if action == "verify":
+        return _report(list(verify()))
+    if action == "bench":
+        return _time(native.CUDA, bench())
+    if action == "build":
+        print("nothing to build: MLX compiles kernels for CUDA when they are first used")
+        return 0
+    print(f"device: {_device()}\n`--kernels auto` here means {native.AUTO}\n")
+    for operation in operations.ALL:
+        print(f"{operation.name:18} {operation.contract}")
+    print(f"{'decode':18} compiled steps of 1 to 32 rows, bf16, full attention: {', '.join(FAMILIES)}")
+    return 0
+
+
+def _device() -> str:
+    """The default device, by its name."""
+    import mlx.core as mx
+
+    return str(mx.device_info().get("device_name", mx.default_device()))
 
 
 def _load(config: Config, rebuild: bool, all_isas: bool) -> tuple[ModuleType, Build]:
@@ -73,9 +108,12 @@ def _list(config: Config) -> int:
 
 
 def _verify(extension: ModuleType) -> int:
-    from gnomon.kernels.verify import Check, verify
+    from gnomon.kernels.verify import verify
 
-    checks = list(verify(extension))
+    return _report(list(verify(extension)))
+
+
+def _report(checks: Sequence[Check]) -> int:
     worst: dict[tuple[str, str], Check] = {}
     for check in checks:
         key = (check.operation, check.isa)
@@ -91,10 +129,12 @@ def _verify(extension: ModuleType) -> int:
 def _bench(extension: ModuleType) -> int:
     from gnomon.kernels.bench import bench
 
-    print(
-        f"{extension.isa()}, {extension.threads()} threads\n{'operation':18} {'case':26} {'native':>10} {'stock':>10} {'ratio':>7}"
-    )
-    for timing in bench(extension):
+    return _time(f"{extension.isa()}, {extension.threads()} threads", bench(extension))
+
+
+def _time(what: str, timings: Iterable[Timing]) -> int:
+    print(f"{what}\n{'operation':18} {'case':30} {'native':>10} {'stock':>10} {'ratio':>7}")
+    for timing in timings:
         native, stock = (f"{seconds * 1e6:.1f} us" for seconds in (timing.native, timing.stock))
-        print(f"{timing.operation:18} {timing.case:26} {native:>10} {stock:>10} {timing.ratio:6.1f}x", flush=True)
+        print(f"{timing.operation:18} {timing.case:30} {native:>10} {stock:>10} {timing.ratio:6.1f}x", flush=True)
     return 0

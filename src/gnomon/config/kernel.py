@@ -17,7 +17,7 @@ class KernelConfig:
     """Which implementation of an operation runs."""
 
     kernels: Literal["auto", "native", "stock"] = option(
-        "auto", "auto: native on a Linux CPU, else stock; native: our own CPU kernels; stock: MLX's own operations"
+        "auto", "auto: native on a Linux CPU, else stock; native: our own kernels; stock: MLX's own operations"
     )
     threads: int | None = option(None, "threads of the native CPU kernels; all fast cores, up to 16", low=1, high=1024)
     kernel_cache: Path = option(

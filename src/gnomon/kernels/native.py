@@ -17,6 +17,8 @@ import mlx.nn as nn
 import psutil
 
 from gnomon.kernels import build, dispatch, layers, operations
+from gnomon.kernels.cuda import decode
+from gnomon.kernels.cuda import operations as cuda_operations
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +27,9 @@ AUTO: Literal["native", "stock"] = "native" if sys.platform == "linux" else "sto
 """What `auto` means on this platform's CPU; a path becomes the default only where it won a paired comparison."""
 
 MOST_DEFAULT_THREADS = 16
+
+CUDA = "cuda"
+"""What stands for an instruction set where the kernels are those of `gnomon.kernels.cuda`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +90,16 @@ def start(
     instruction set are the process's: the last engine to start decides. Raises ValueError for threads or an instruction set that can't be.
     """
     wanted = AUTO if policy == "auto" else policy
+    if wanted == "native" and is_cuda():
+        dispatch.install(cuda_operations.ALL, cuda_operations)
+        dispatch.choose(True)
+        return Kernels(policy, True, isa=CUDA)
     if wanted == "stock" or mx.default_device() != mx.Device(mx.cpu):
         dispatch.choose(False)
         reason = (
             None
             if wanted == "stock"
-            else f"native kernels are for the CPU, the default device is {mx.default_device()}"
+            else f"native kernels are for CPUs and CUDA, the default device is {mx.default_device()}"
         )
         return Kernels(policy, False, reason)
     try:
@@ -116,6 +125,8 @@ def prepare(
 ) -> Kernels:
     """`start`, then swap the layers of a model that the calling thread will step."""
     kernels = start(policy, cache=cache, threads=threads, progress=progress)
+    if kernels.isa == CUDA:
+        return replace(kernels, layers=decode.swap(model))
     extension = _extension
     if not kernels.native or extension is None:
         return kernels
@@ -129,6 +140,11 @@ def _load(cache: Path, compiler: str | None, progress: Callable[[str], None]) ->
             made = build.ensure(cache, compiler=compiler, progress=progress)
             _extension, _build = build.load(made), made
         return _extension, _build
+
+
+def is_cuda() -> bool:
+    """Whether MLX computes on an NVIDIA GPU by default."""
+    return mx.cuda.is_available() and mx.default_device() == mx.Device(mx.gpu)
 
 
 def extension() -> ModuleType | None:

@@ -30,6 +30,8 @@ class FullLayer(LayerState):
         self.mask_ndim = mask_ndim
         self._lone: KVCache | None = KVCache()
         self._buffer = RowBuffer(1)
+        self._is_shared = False
+        """The lone row's arrays belong to a snapshot too."""
 
     # What models call.
 
@@ -73,6 +75,35 @@ class FullLayer(LayerState):
         else:
             self._buffer.scatter(rows.slots(self._buffer.row_capacity), keys, values)
         return self.keys_and_values()
+
+    def in_place(self) -> KeysValues | None:
+        """Whole buffers `[rows or more, heads, slots, dim]` with room for the open window, for a kernel that writes at the rows' lengths.
+
+        None before the first append. Nobody else reads these buffers beyond the rows' lengths: copies are made of what lies before, and a
+        snapshot's arrays are copied first. `advance_in_place` follows.
+        """
+        rows = self.rows
+        if self._lone is None:
+            if self._buffer.keys is None or self._buffer.values is None:
+                return None
+            if rows.end > self._buffer.slots:
+                slots = round_slots(max(rows.end, self._buffer.slots * 5 // 4))
+                self._buffer.resize(self._buffer.row_capacity, slots, rows.num_rows)
+            return self._buffer.keys, self._buffer.values
+        lone = self._lone
+        if lone.keys is None or lone.values is None:
+            return None
+        if self._is_shared or lone.offset + rows.width > lone.keys.shape[2]:
+            own = RowBuffer(1)
+            own.reserve(round_slots(lone.offset + rows.width), lone.keys, lone.values)
+            own.write(0, 0, lone.keys[..., : lone.offset, :], lone.values[..., : lone.offset, :])
+            lone.keys, lone.values, self._is_shared = own.keys, own.values, False
+        return cast("KeysValues", (lone.keys, lone.values))
+
+    def advance_in_place(self) -> None:
+        """The kernel was given the buffers of `in_place` and appends the open window."""
+        if self._lone is not None:
+            self._lone.offset += self.rows.width
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """What the last append returned, for layers that share this one's keys."""
@@ -160,6 +191,7 @@ class FullLayer(LayerState):
         refuse_coded(snapshot)
         self._lone, self._buffer = KVCache(), RowBuffer(1)
         if snapshot.arrays:
+            self._is_shared = True
             self._lone.state = *shared(snapshot, "keys", "values"), snapshot.numbers["length"]
 
     def arrays(self) -> list[mx.array]:

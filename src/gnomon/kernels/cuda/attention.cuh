@@ -1,0 +1,277 @@
+// One new token per row: head norms, rotation, append and attention in one launch.
+//
+// A row's keys are cut into stretches whose length depends on the row's own length alone; a block of 4 warps takes one stretch of one group of
+// heads, 8 lanes a key. The last block of a row and group to finish adds the stretches up in order. So a row's result doesn't depend on
+// the other rows or on the size of the buffers. The new key and value are written in place: slot `length` of each row, which no block reads.
+#include <cuda_bf16.h>
+
+namespace gnomon {
+
+constexpr int ATTENTION_WARPS = 4;
+constexpr int STRETCH = 128;
+constexpr int MOST_STRETCHES = 32;
+
+__device__ __forceinline__ float low(unsigned v) { return __uint_as_float(v << 16); }
+__device__ __forceinline__ float high(unsigned v) { return __uint_as_float(v & 0xffff0000u); }
+
+struct Cache {
+  __nv_bfloat16* keys;
+  __nv_bfloat16* values;
+  long long row, head, slot;                    // strides of keys
+  long long value_row, value_head, value_slot;  // strides of values
+};
+
+// x [heads * D] raw -> norm (if weight) -> rotation, in float32 in `into` [heads][D].
+template <int D>
+__device__ __forceinline__ void turn(const __nv_bfloat16* x, int heads, const __nv_bfloat16* weight, float eps, const float* cosine,
+                                     const float* sine, bool traditional, float* into) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  for (int h = warp; h < heads; h += ATTENTION_WARPS) {
+    float factor = 1.0f;
+    if (weight) {
+      float sum = 0.0f;
+      for (int d = lane; d < D; d += 32) {
+        const float v = __bfloat162float(x[h * D + d]);
+        sum += v * v;
+      }
+#pragma unroll
+      for (int o = 16; o; o >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, o);
+      factor = rsqrtf(sum / (float)D + eps);
+    }
+    for (int i = lane; i < D / 2; i += 32) {
+      const int a = traditional ? 2 * i : i, b = traditional ? 2 * i + 1 : i + D / 2;
+      float p = __bfloat162float(x[h * D + a]), q = __bfloat162float(x[h * D + b]);
+      if (weight) {
+        p = __bfloat162float(__float2bfloat16_rn(p * factor * __bfloat162float(weight[a])));
+        q = __bfloat162float(__float2bfloat16_rn(q * factor * __bfloat162float(weight[b])));
+      }
+      into[h * D + a] = p * cosine[i] - q * sine[i];
+      into[h * D + b] = p * sine[i] + q * cosine[i];
+    }
+  }
+}
+
+template <int HEADS, int E>
+struct Partial {
+  float most[HEADS], sum[HEADS], o[HEADS][E];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int h = 0; h < HEADS; ++h) {
+      most[h] = -INFINITY, sum[h] = 0.0f;
+#pragma unroll
+      for (int e = 0; e < E; ++e) o[h][e] = 0.0f;
+    }
+  }
+};
+
+__device__ __forceinline__ float weight_of(float score, float most) { return most == -INFINITY ? 0.0f : exp2f(score - most); }
+
+// qkv [B, (q_heads + 2 kv_heads) * D]; HEADS query heads of one kv head per block; out [B, q_heads * D];
+// parts [B * groups, MOST_STRETCHES, HEADS, D + 2] and counters [B * groups], zero before and after.
+template <int D, int HEADS, bool NORMED>
+__device__ __forceinline__ void attend(const __nv_bfloat16* qkv, Cache cache, const int* lengths, const float* inverse,
+                                       const __nv_bfloat16* q_norm, const __nv_bfloat16* k_norm, float eps, int q_heads, int kv_heads,
+                                       float scale, bool traditional, int* counters, __nv_bfloat16* out, float* parts) {
+  constexpr int PIECES = D / 64, E = PIECES * 8, UNROLL = HEADS * PIECES > 4 ? 2 : 4, KEYS = ATTENTION_WARPS * 4;
+  __shared__ float cosine[D / 2], sine[D / 2], q_new[HEADS * D], k_new[D];
+  __shared__ float most[ATTENTION_WARPS][HEADS], sums[ATTENTION_WARPS][HEADS], outs[ATTENTION_WARPS][HEADS][D];
+  __shared__ int is_last;
+  const int b = blockIdx.z, group = blockIdx.y, stretch = blockIdx.x;
+  const int per_kv = q_heads / kv_heads / HEADS, kv = group / per_kv, sub = group % per_kv;
+  const int head0 = kv * (q_heads / kv_heads) + sub * HEADS;
+  const int length = lengths[b], size = STRETCH * (length / (STRETCH * MOST_STRETCHES) + 1), used = length / size + 1;
+  if (stretch >= used) return;
+  const int k0 = stretch * size, k1 = min(length, k0 + size);
+  const bool has_new = stretch == used - 1;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, place = lane >> 3, in8 = lane & 7;
+
+  for (int i = threadIdx.x; i < D / 2; i += ATTENTION_WARPS * 32) sincosf((float)length * inverse[i], &sine[i], &cosine[i]);
+  __syncthreads();
+  const __nv_bfloat16* row = qkv + (size_t)b * (q_heads + 2 * kv_heads) * D;
+  turn<D>(row + head0 * D, HEADS, NORMED ? q_norm : nullptr, eps, cosine, sine, traditional, q_new);
+  const __nv_bfloat16* v_new = row + (q_heads + kv_heads + kv) * D;
+  if (has_new) {
+    turn<D>(row + (q_heads + kv) * D, 1, NORMED ? k_norm : nullptr, eps, cosine, sine, traditional, k_new);
+    __syncthreads();
+    for (int d = threadIdx.x; d < D; d += ATTENTION_WARPS * 32) {
+      const __nv_bfloat16 k = __float2bfloat16_rn(k_new[d]);
+      k_new[d] = __bfloat162float(k);
+      if (sub == 0) {
+        cache.keys[b * cache.row + kv * cache.head + length * cache.slot + d] = k;
+        cache.values[b * cache.value_row + kv * cache.value_head + length * cache.value_slot + d] = v_new[d];
+      }
+    }
+  }
+  __syncthreads();
+
+  float q[HEADS][E];
+  const float unit = scale * 1.4426950408889634f;
+#pragma unroll
+  for (int h = 0; h < HEADS; ++h)
+#pragma unroll
+    for (int p = 0; p < PIECES; ++p)
+#pragma unroll
+      for (int e = 0; e < 8; ++e) q[h][p * 8 + e] = q_new[h * D + p * 64 + in8 * 8 + e] * unit;
+
+  Partial<HEADS, E> mine;
+  mine.clear();
+  const __nv_bfloat16* keys = cache.keys + b * cache.row + kv * cache.head + in8 * 8;
+  const __nv_bfloat16* values = cache.values + b * cache.value_row + kv * cache.value_head + in8 * 8;
+  for (int base = k0 + warp * 4; base < k1; base += KEYS * UNROLL) {
+    uint4 k[UNROLL][PIECES], v[UNROLL][PIECES];
+#pragma unroll
+    for (int u = 0; u < UNROLL; ++u) {
+      const long long key = min(base + place + KEYS * u, k1 - 1);
+#pragma unroll
+      for (int p = 0; p < PIECES; ++p) {
+        k[u][p] = *reinterpret_cast<const uint4*>(keys + key * cache.slot + p * 64);
+        v[u][p] = *reinterpret_cast<const uint4*>(values + key * cache.value_slot + p * 64);
+      }
+    }
+    float score[UNROLL][HEADS];
+#pragma unroll
+    for (int u = 0; u < UNROLL; ++u) {
+#pragma unroll
+      for (int h = 0; h < HEADS; ++h) score[u][h] = 0.0f;
+#pragma unroll
+      for (int p = 0; p < PIECES; ++p) {
+        const unsigned words[4] = {k[u][p].x, k[u][p].y, k[u][p].z, k[u][p].w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+#pragma unroll
+          for (int h = 0; h < HEADS; ++h)
+            score[u][h] = fmaf(high(words[i]), q[h][p * 8 + 2 * i + 1], fmaf(low(words[i]), q[h][p * 8 + 2 * i], score[u][h]));
+      }
+#pragma unroll
+      for (int h = 0; h < HEADS; ++h)
+#pragma unroll
+        for (int o = 1; o < 8; o <<= 1) score[u][h] += __shfl_xor_sync(0xffffffffu, score[u][h], o);
+      if (base + place + KEYS * u >= k1) {
+#pragma unroll
+        for (int h = 0; h < HEADS; ++h) score[u][h] = -INFINITY;
+      }
+    }
+#pragma unroll
+    for (int h = 0; h < HEADS; ++h) {
+      float top = mine.most[h];
+#pragma unroll
+      for (int u = 0; u < UNROLL; ++u) top = fmaxf(top, score[u][h]);
+      const float keep = weight_of(mine.most[h], top);
+      mine.most[h] = top;
+      mine.sum[h] *= keep;
+#pragma unroll
+      for (int e = 0; e < E; ++e) mine.o[h][e] *= keep;
+#pragma unroll
+      for (int u = 0; u < UNROLL; ++u) {
+        score[u][h] = weight_of(score[u][h], top);
+        mine.sum[h] += score[u][h];
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < UNROLL; ++u)
+#pragma unroll
+      for (int p = 0; p < PIECES; ++p) {
+        const unsigned words[4] = {v[u][p].x, v[u][p].y, v[u][p].z, v[u][p].w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+#pragma unroll
+          for (int h = 0; h < HEADS; ++h) {
+            mine.o[h][p * 8 + 2 * i] = fmaf(score[u][h], low(words[i]), mine.o[h][p * 8 + 2 * i]);
+            mine.o[h][p * 8 + 2 * i + 1] = fmaf(score[u][h], high(words[i]), mine.o[h][p * 8 + 2 * i + 1]);
+          }
+      }
+  }
+  if (has_new && warp == 0) {
+#pragma unroll
+    for (int h = 0; h < HEADS; ++h) {
+      float score = 0.0f;
+#pragma unroll
+      for (int p = 0; p < PIECES; ++p)
+#pragma unroll
+        for (int e = 0; e < 8; ++e) score = fmaf(k_new[p * 64 + in8 * 8 + e], q[h][p * 8 + e], score);
+#pragma unroll
+      for (int o = 1; o < 8; o <<= 1) score += __shfl_xor_sync(0xffffffffu, score, o);
+      if (place == 0) {
+        const float top = fmaxf(mine.most[h], score), keep = weight_of(mine.most[h], top), own = exp2f(score - top);
+        mine.most[h] = top;
+        mine.sum[h] = fmaf(mine.sum[h], keep, own);
+#pragma unroll
+        for (int p = 0; p < PIECES; ++p)
+#pragma unroll
+          for (int e = 0; e < 8; ++e)
+            mine.o[h][p * 8 + e] = fmaf(own, __bfloat162float(v_new[p * 64 + in8 * 8 + e]), mine.o[h][p * 8 + e] * keep);
+      }
+    }
+  }
+  // The four places of a warp, then the warps, then the stretches.
+#pragma unroll
+  for (int o = 8; o < 32; o <<= 1)
+#pragma unroll
+    for (int h = 0; h < HEADS; ++h) {
+      const float other = __shfl_xor_sync(0xffffffffu, mine.most[h], o), top = fmaxf(mine.most[h], other);
+      const float keep = weight_of(mine.most[h], top);
+      mine.most[h] = top;
+      mine.sum[h] *= keep;
+      mine.sum[h] += __shfl_xor_sync(0xffffffffu, mine.sum[h], o);
+#pragma unroll
+      for (int e = 0; e < E; ++e) {
+        mine.o[h][e] *= keep;
+        mine.o[h][e] += __shfl_xor_sync(0xffffffffu, mine.o[h][e], o);
+      }
+    }
+  if (place == 0) {
+#pragma unroll
+    for (int h = 0; h < HEADS; ++h) {
+      if (in8 == 0) most[warp][h] = mine.most[h], sums[warp][h] = mine.sum[h];
+#pragma unroll
+      for (int p = 0; p < PIECES; ++p)
+#pragma unroll
+        for (int e = 0; e < 8; ++e) outs[warp][h][p * 64 + in8 * 8 + e] = mine.o[h][p * 8 + e];
+    }
+  }
+  __syncthreads();
+  const int of_row = b * gridDim.y + group;
+  for (int i = threadIdx.x; i < HEADS * D; i += ATTENTION_WARPS * 32) {
+    const int h = i / D, d = i % D;
+    float top = most[0][h];
+#pragma unroll
+    for (int w = 1; w < ATTENTION_WARPS; ++w) top = fmaxf(top, most[w][h]);
+    float sum = 0.0f, o = 0.0f;
+#pragma unroll
+    for (int w = 0; w < ATTENTION_WARPS; ++w) {
+      const float share = weight_of(most[w][h], top);
+      sum = fmaf(sums[w][h], share, sum), o = fmaf(outs[w][h][d], share, o);
+    }
+    if (used == 1) {
+      out[((size_t)b * q_heads + head0 + h) * D + d] = __float2bfloat16_rn(o / sum);
+    } else {
+      float* part = parts + (((size_t)of_row * MOST_STRETCHES + stretch) * HEADS + h) * (D + 2);
+      part[d] = o;
+      if (d == 0) part[D] = top, part[D + 1] = sum;
+    }
+  }
+  if (used == 1) return;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) is_last = atomicAdd(&counters[of_row], 1) == used - 1;
+  __syncthreads();
+  if (!is_last) return;
+  __threadfence();
+  for (int i = threadIdx.x; i < HEADS * D; i += ATTENTION_WARPS * 32) {
+    const int h = i / D, d = i % D;
+    const volatile float* part = parts + ((size_t)of_row * MOST_STRETCHES * HEADS + h) * (D + 2);
+    const int step = HEADS * (D + 2);
+    float top = -INFINITY;
+    for (int s = 0; s < used; ++s) top = fmaxf(top, part[s * step + D]);
+    float sum = 0.0f, o = 0.0f;
+    for (int s = 0; s < used; ++s) {
+      const float share = exp2f(part[s * step + D] - top);
+      sum = fmaf(part[s * step + D + 1], share, sum), o = fmaf(part[s * step + d], share, o);
+    }
+    out[((size_t)b * q_heads + head0 + h) * D + d] = __float2bfloat16_rn(o / sum);
+  }
+  if (threadIdx.x == 0) counters[of_row] = 0;
+}
+
+}  // namespace gnomon

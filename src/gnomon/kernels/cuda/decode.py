@@ -1,0 +1,233 @@
+"""Decode steps of known models as a few kernels per layer, compiled into one graph.
+
+    embed                                                     1
+    product      norm, q, k, v                                per layer
+    attend       head norms, rotation, append, attention
+    add          output projection, residual
+    gated        norm, gate, up, activation
+    add          down, residual
+    product      norm, head                                   1
+
+In stock operations a layer has about 15. Every one costs the host about 5 us, and as much again where Python builds it; the graph is built
+once per shape (`mx.compile`).
+
+Taken: one new token for each of 1 to 32 rows, bf16, states of full attention. Anything else is the model's own forward.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import rope_utils
+
+from gnomon.kernels.cuda import attention
+from gnomon.kernels.cuda.products import MOST_ROWS, Weights, add, embed, gated, product
+from gnomon.kernels.dispatch import thread, uncovered
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+"""Modules of mlx-lm whose models are norm, attention, residual, norm, gated SiLU MLP, residual."""
+
+MOST_GRAPHS = 16
+"""Compiled graphs to keep: one per number of rows and size of buffers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """What one block's kernels take."""
+
+    q: Weights
+    k: Weights
+    v: Weights
+    o: Weights
+    gate: Weights
+    up: Weights
+    down: Weights
+    attention_norm: mx.array
+    mlp_norm: mx.array
+    head_norms: tuple[mx.array, mx.array] | None
+    form: attention.Form
+    inverse: mx.array
+
+
+class Decoder:
+    """The compiled decode step of one model. Raises nothing for models it doesn't know: `Decoder.of` returns None and why."""
+
+    def __init__(
+        self, table: Weights, layers: Sequence[Layer], norm: mx.array, head: Weights, eps: float, watched: Sequence[Any]
+    ) -> None:
+        self.table = table
+        self.layers = layers
+        self.norm = norm
+        self.head = head
+        self.eps = eps
+        self._watched = watched
+        self._shapes: set[tuple[int, ...]] = set()
+        self._counters = mx.zeros(MOST_ROWS * max(layer.form.blocks_per_row for layer in layers), dtype=mx.int32)
+        mx.eval(self._counters, [layer.inverse for layer in layers])
+        self._compiled = mx.compile(self._forward)
+
+    def _forward(self, tokens: mx.array, lengths: mx.array, *buffers: mx.array) -> mx.array:
+        """Logits [B, 1, V] for tokens [B, 1]; `buffers` are keys and values of all layers by turns."""
+        eps = self.eps
+        h, x = embed(tokens.reshape(-1).astype(mx.int32), self.table, self.layers[0].attention_norm, eps)
+        after = [*(layer.attention_norm for layer in self.layers[1:]), self.norm]
+        for i, (layer, next_norm) in enumerate(zip(self.layers, after, strict=True)):
+            qkv = product(x, layer.q, layer.k, layer.v)
+            y = attention.attend(
+                layer.form,
+                qkv,
+                buffers[2 * i],
+                buffers[2 * i + 1],
+                lengths,
+                layer.inverse,
+                self._counters,
+                layer.head_norms,
+            )
+            h, x = add(y, layer.o, h, layer.mlp_norm, eps)
+            h, x = add(gated(x, layer.gate, layer.up), layer.down, h, next_norm, eps)
+        return product(x, self.head)[:, None]
+
+    def is_current(self) -> bool:
+        """Whether the model still has the weights this was made from."""
+        return all(owner.get(name) is part for owner, name, part in self._watched)
+
+    def step(self, tokens: mx.array, caches: Sequence[Any]) -> mx.array | None:
+        """The forward of tokens [B, 1] over layer states, which keep the new keys and values; None if it can't be taken here."""
+        if tokens.shape[0] > MOST_ROWS or len(caches) != len(self.layers) or not self.is_current():
+            return None
+        buffers: list[mx.array] = []
+        for cache in caches:
+            take = getattr(cache, "in_place", None)
+            pair = take() if take is not None else None
+            if pair is None:
+                return None
+            buffers += pair
+        shape = (tokens.shape[0], *buffers[0].shape)
+        if shape not in self._shapes:
+            if len(self._shapes) == MOST_GRAPHS:
+                self._shapes.clear()
+                self._compiled = mx.compile(self._forward)
+            self._shapes.add(shape)
+        lengths = caches[0].rows.offsets
+        logits = self._compiled(tokens, lengths, *buffers)
+        for cache in caches:
+            cache.advance_in_place()
+        return logits
+
+    @staticmethod
+    def of(model: nn.Module) -> Decoder | str:
+        """The decoder of a model of a known family, or what keeps it from having one."""
+        try:
+            return _made(model)
+        except _Unknown as why:
+            return str(why)
+
+
+class _Unknown(Exception):
+    pass
+
+
+def _weights(owner: Any, name: str, watched: list[Any]) -> Weights:
+    layer = owner.get(name)
+    found = Weights.of(layer) if layer is not None else None
+    if found is None or found.dtype != mx.bfloat16:
+        raise _Unknown(f"{name} is {type(layer).__name__} of {getattr(layer, 'weight', mx.zeros(0)).dtype}")
+    watched += [(owner, name, layer), (layer, "weight", found.weight)]
+    return found
+
+
+def _norm(owner: Any, name: str, watched: list[Any]) -> mx.array:
+    layer = owner.get(name)
+    if type(layer) is not nn.RMSNorm or layer["weight"].dtype != mx.bfloat16:
+        raise _Unknown(f"{name} is {type(layer).__name__}")
+    watched += [(owner, name, layer), (layer, "weight", layer["weight"])]
+    return layer["weight"]
+
+
+def _rotation(rope: Any, size: int) -> tuple[mx.array, bool]:
+    """Frequencies of a rope module over whole heads, and whether it turns neighbours."""
+    if type(rope) is nn.RoPE and rope.dims == size:
+        step = math.log(rope.base) / (size // 2)
+        return mx.exp(-mx.arange(size // 2, dtype=mx.float32) * step) * rope.scale, bool(rope.traditional)
+    if type(rope) is rope_utils.Llama3RoPE and rope.dims == size:
+        freqs = rope._freqs  # pyright: ignore[reportPrivateUsage]
+        return 1 / freqs.astype(mx.float32), bool(rope.traditional)
+    raise _Unknown(f"rope is {type(rope).__name__}")
+
+
+def _layer(block: Any, eps: float, watched: list[Any]) -> Layer:
+    own, mlp = block.self_attn, block.mlp
+    if getattr(block, "use_sliding", False):
+        raise _Unknown("a layer has a sliding window")
+    q, k, v, o = (_weights(own, name, watched) for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
+    gate, up, down = (_weights(mlp, name, watched) for name in ("gate_proj", "up_proj", "down_proj"))
+    size = q.outputs // own.n_heads
+    normed = "q_norm" in own
+    head_norms = (_norm(own, "q_norm", watched), _norm(own, "k_norm", watched)) if normed else None
+    head_eps = float(own.q_norm.eps) if normed else eps
+    inverse, traditional = _rotation(own.rope, size)
+    form = attention.Form(own.n_heads, own.n_kv_heads, size, float(own.scale), traditional, normed, head_eps)
+    if size not in attention.HEAD_SIZES:
+        raise _Unknown(f"heads of {size}")
+    if len({(w.bits, w.group) for w in (q, k, v)}) > 1 or gate.kind != up.kind:
+        raise _Unknown("projections of different bits")
+    if any(w.outputs % 16 for w in (q, k, v, o, gate, down)):
+        raise _Unknown("widths that are no multiples of 16")
+    norms = [_norm(block, name, watched) for name in ("input_layernorm", "post_attention_layernorm")]
+    if {float(block.input_layernorm.eps), float(block.post_attention_layernorm.eps)} != {eps}:
+        raise _Unknown("norms with different eps")
+    return Layer(q, k, v, o, gate, up, down, norms[0], norms[1], head_norms, form, inverse)
+
+
+def _made(model: Any) -> Decoder:
+    if not any(type(model) is importlib.import_module(f"mlx_lm.models.{name}").Model for name in FAMILIES):
+        raise _Unknown(f"models of {type(model).__module__} are not known")
+    watched: list[Any] = []
+    inner = model.model
+    eps = float(inner.norm.eps)
+    table = _weights(inner, "embed_tokens", watched)
+    norm = _norm(inner, "norm", watched)
+    head = table if model.args.tie_word_embeddings else _weights(model, "lm_head", watched)
+    if table.inputs > 16 * 1024:
+        raise _Unknown(f"rows of {table.inputs}")
+    layers = [_layer(block, eps, watched) for block in inner.layers]
+    return Decoder(table, layers, norm, head, eps, watched)
+
+
+def _forward(own: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    def __call__(self: Any, inputs: mx.array, cache: Any = None, input_embeddings: mx.array | None = None) -> mx.array:
+        if thread.active and cache is not None and input_embeddings is None and inputs.shape[1] == 1:
+            logits = self.decoder.step(inputs, cache)
+            if logits is not None:
+                return logits
+            uncovered("decode", f"{inputs.shape[0]} rows over {type(cache[0]).__name__}")
+        return own(self, inputs, cache, input_embeddings)
+
+    return __call__
+
+
+_classes: dict[type, type] = {}
+
+
+def swap(model: nn.Module) -> dict[str, int]:
+    """Give a known model's class the compiled decode step, in place. Returns how many layers take it, by class; raises nothing."""
+    if type(model) in _classes.values():
+        return {}
+    decoder = Decoder.of(model)
+    if isinstance(decoder, str):
+        uncovered("decode", decoder)
+        return {}
+    own = type(model)
+    native = _classes.get(own)
+    if native is None:
+        native = type(f"Cuda{own.__name__}", (own,), {"__call__": _forward(own.__call__), "__module__": own.__module__})
+        _classes[own] = native
+    model.__class__ = native
+    object.__setattr__(model, "decoder", decoder)
+    return {own.__name__: 1, "layers": len(decoder.layers)}

@@ -1,0 +1,269 @@
+"""Products of a few rows with dense or affine-quantised weights, and what is fused around them.
+
+Contract
+    x          [M, K] bf16 or f16, M from 1 to 32, K a multiple of 64
+    weights    of x's type, dense [N, K] or 4 and 8 bits in groups of 32, 64 or 128 with scales and biases of x's type
+    result     x's type
+
+Arithmetic: products in the tensor cores with float32 sums over codes, which are exact; scales and biases in float32 per group; eight
+shares of K added in one order; one rounding to the result's type. An output depends, to the bit, on its row of x and its row of the weights
+alone, for every M.
+
+A norm before a product is folded into it: who makes x also makes x times the norm's weight (rounded once) and its sums of squares, and the
+product is divided by the root of their mean at its end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from gnomon.kernels.cuda.sources import Kernel, make
+
+DENSE = 16
+"""Number of bits that stands for dense weights."""
+BITS = frozenset({4, 8, DENSE})
+GROUPS = frozenset({32, 64, 128})
+TYPES = {mx.bfloat16: "__nv_bfloat16", mx.float16: "__half"}
+MOST_ROWS = 32
+BLOCK = 256
+WIDE = 16384
+"""From this many outputs on a block takes two tiles of weights: rows of x are then read half as often."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Weights of one product. Dense ones have no scales; `bias` is added to the result."""
+
+    weight: mx.array
+    scales: mx.array | None = None
+    biases: mx.array | None = None
+    bias: mx.array | None = None
+    bits: int = DENSE
+    group: int = 64
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        return self.weight.dtype if self.scales is None else self.scales.dtype
+
+    @property
+    def outputs(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def inputs(self) -> int:
+        return self.weight.shape[1] if self.scales is None else self.weight.shape[1] * 32 // self.bits
+
+    @property
+    def kind(self) -> tuple[int, int, bool]:
+        """What kernels are made for: bits, group, whether there is a bias."""
+        return self.bits, self.group, self.bias is not None
+
+    def arrays(self) -> list[mx.array]:
+        """As the kernels take them."""
+        parts = (self.weight, self.scales, self.biases, self.bias)
+        return [part for part in parts if part is not None]
+
+    @staticmethod
+    def of(layer: Any) -> Weights | None:
+        """The weights of a linear layer or an embedding, or None if kernels don't take them."""
+        bias = layer.get("bias")
+        if type(layer) in (nn.QuantizedLinear, nn.QuantizedEmbedding):
+            if layer.mode != "affine" or layer.get("biases") is None:
+                return None
+            made = Weights(layer["weight"], layer["scales"], layer["biases"], bias, layer.bits, layer.group_size)
+        elif type(layer) in (nn.Linear, nn.Embedding):
+            made = Weights(layer["weight"], bias=bias)
+        else:
+            return None
+        return None if made.why_not() else made
+
+    def why_not(self) -> str | None:
+        """What keeps these weights from the kernels, or None."""
+        if self.bits not in BITS or self.group not in GROUPS:
+            return f"{self.bits} bits in groups of {self.group}"
+        if self.dtype not in TYPES:
+            return f"weights of {self.dtype}"
+        if self.weight.ndim != 2 or self.inputs % 64 or self.inputs % self.group:
+            return f"weights {self.weight.shape}"
+        if self.scales is not None and (
+            self.biases is None
+            or self.biases.dtype != self.dtype
+            or self.scales.shape != (self.outputs, self.inputs // self.group)
+            or self.biases.shape != self.scales.shape
+        ):
+            return f"scales {self.scales.shape} of {self.scales.dtype}"
+        if self.bias is not None and self.bias.dtype != self.dtype:
+            return f"a bias of {self.bias.dtype}"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Normed:
+    """Rows times the weight of the norm before a product, and what the norm divides by: float32 sums of squares [M, stretches]."""
+
+    rows: mx.array
+    squares: mx.array
+    eps: float
+
+
+def tiles_of_rows(rows: int) -> int:
+    """How many tiles of 8 rows of x a kernel is made for, to take `rows` of them: 1, 2 or 4. Raises ValueError for more than 32."""
+    if not 1 <= rows <= MOST_ROWS:
+        raise ValueError(f"rows must lie in 1..{MOST_ROWS}, got {rows}")
+    return 1 if rows <= 8 else 2 if rows <= 16 else 4
+
+
+def _names(i: int, kind: tuple[int, int, bool]) -> list[str]:
+    bits, _, biased = kind
+    return [f"w{i}", *([] if bits == DENSE else [f"s{i}", f"b{i}"]), *([f"c{i}"] if biased else [])]
+
+
+def _part(i: int, kind: tuple[int, int, bool], dtype: str) -> str:
+    bits, _, biased = kind
+    scales = "nullptr, nullptr" if bits == DENSE else f"s{i}, b{i}"
+    return f"gnomon::Weights<{dtype}>{{w{i}, {scales}, {f'c{i}' if biased else 'nullptr'}, w{i}_shape[0]}}"
+
+
+AHEAD = 2
+"""Chunks of weights to load at once: more blocks at a time hide more than more loads of one."""
+
+
+def _residents(tiles: int) -> int:
+    """Blocks per multiprocessor to leave registers for, for that many tiles of results in registers."""
+    return {1: 4, 2: 3, 4: 1}[tiles]
+
+
+@cache
+def _plain(
+    kinds: tuple[tuple[int, int, bool], ...], dtype: mx.Dtype, tiles: int, wide: int, eps: float | None
+) -> Kernel:
+    t, (bits, group, _) = TYPES[dtype], kinds[0]
+    squares = "nullptr, 0, 0.0f" if eps is None else f"squares, squares_shape[1], {eps!r}f"
+    body = f"""
+  const gnomon::Weights<{t}> parts[] = {{{", ".join(_part(i, kind, t) for i, kind in enumerate(kinds))}}};
+  gnomon::plain<{t}, {bits}, {group}, {tiles}, {wide}, {AHEAD}, {len(kinds)}>(
+      parts, x, x_shape[0], x_shape[1], {squares}, out);
+"""
+    names = ["x", *([] if eps is None else ["squares"]), *(n for i, kind in enumerate(kinds) for n in _names(i, kind))]
+    residents = _residents(min(4, tiles * wide))
+    return make("plain", "linear.cuh", names, ["out"], body, block=BLOCK, blocks_per_processor=residents)
+
+
+def product(x: mx.array | Normed, *weights: Weights) -> mx.array:
+    """x @ w.T (+ bias) for several weights of one kind, side by side: [M, all outputs]."""
+    rows = x.rows if isinstance(x, Normed) else x
+    first = weights[0]
+    wide = 2 if first.outputs >= WIDE else 1
+    kernel = _plain(
+        tuple(w.kind for w in weights),
+        first.dtype,
+        tiles_of_rows(rows.shape[0]),
+        wide,
+        x.eps if isinstance(x, Normed) else None,
+    )
+    blocks = sum(-(-w.outputs // (16 * wide)) for w in weights)
+    return kernel(
+        inputs=[rows, *([x.squares] if isinstance(x, Normed) else []), *(a for w in weights for a in w.arrays())],
+        output_shapes=[(rows.shape[0], sum(w.outputs for w in weights))],
+        output_dtypes=[first.dtype],
+        grid=(blocks * BLOCK, 1, 1),
+        threadgroup=(BLOCK, 1, 1),
+    )[0]
+
+
+@cache
+def _gated(kind: tuple[int, int, bool], dtype: mx.Dtype, tiles: int, eps: float) -> Kernel:
+    t, (bits, group, _) = TYPES[dtype], kind
+    body = f"""
+  gnomon::gated<{t}, {bits}, {group}, {tiles}, {AHEAD}>(
+      {_part(0, kind, t)}, {_part(1, kind, t)}, x, x_shape[0], x_shape[1], squares, squares_shape[1], {eps!r}f, out);
+"""
+    names = ["x", "squares", *_names(0, kind), *_names(1, kind)]
+    residents = _residents(min(4, 2 * tiles))
+    return make("gated", "linear.cuh", names, ["out"], body, block=BLOCK, blocks_per_processor=residents)
+
+
+def gated(x: Normed, gate: Weights, up: Weights) -> mx.array:
+    """silu(x @ gate.T) * (x @ up.T)."""
+    kernel = _gated(gate.kind, gate.dtype, tiles_of_rows(x.rows.shape[0]), x.eps)
+    return kernel(
+        inputs=[x.rows, x.squares, *gate.arrays(), *up.arrays()],
+        output_shapes=[(x.rows.shape[0], gate.outputs)],
+        output_dtypes=[gate.dtype],
+        grid=(-(-gate.outputs // 16) * BLOCK, 1, 1),
+        threadgroup=(BLOCK, 1, 1),
+    )[0]
+
+
+@cache
+def _add(kind: tuple[int, int, bool], dtype: mx.Dtype, tiles: int) -> Kernel:
+    t, (bits, group, _) = TYPES[dtype], kind
+    body = f"""
+  gnomon::add<{t}, {bits}, {group}, {tiles}, {AHEAD}>(
+      {_part(0, kind, t)}, x, x_shape[0], x_shape[1], residual, norm, h, hw, squares);
+"""
+    names, results = ["x", "residual", "norm", *_names(0, kind)], ["h", "hw", "squares"]
+    residents = _residents(tiles)
+    return make("add", "linear.cuh", names, results, body, block=BLOCK, blocks_per_processor=residents)
+
+
+def add(x: mx.array, weights: Weights, residual: mx.array, norm: mx.array, eps: float) -> tuple[mx.array, Normed]:
+    """residual + x @ w.T, and the same before the next product, whose norm has the weight `norm` [N]. N is a multiple of 16."""
+    rows, outputs = x.shape[0], weights.outputs
+    h, hw, squares = _add(weights.kind, weights.dtype, tiles_of_rows(rows))(
+        inputs=[x, residual, norm, *weights.arrays()],
+        output_shapes=[(rows, outputs), (rows, outputs), (rows, outputs // 16)],
+        output_dtypes=[weights.dtype, weights.dtype, mx.float32],
+        grid=(outputs // 16 * BLOCK, 1, 1),
+        threadgroup=(BLOCK, 1, 1),
+    )
+    return h, Normed(hw, squares, eps)
+
+
+@cache
+def _embed(kind: tuple[int, int, bool], dtype: mx.Dtype, inputs: int) -> Kernel:
+    t, (bits, group, _) = TYPES[dtype], kind
+    body = f"""
+  gnomon::embed<{t}, {bits}, {group}>(tokens, {_part(0, kind, t)}, norm_shape[0], norm, h, hw, squares);
+"""
+    return make(
+        "embed", "linear.cuh", ["tokens", "norm", *_names(0, kind)], ["h", "hw", "squares"], body, block=inputs // 16
+    )
+
+
+def embed(tokens: mx.array, table: Weights, norm: mx.array, eps: float) -> tuple[mx.array, Normed]:
+    """Rows of an embedding table for int32 tokens [M], and the same before the first product."""
+    rows, width = tokens.shape[0], table.inputs
+    h, hw, squares = _embed(table.kind, table.dtype, width)(
+        inputs=[tokens, norm, *table.arrays()],
+        output_shapes=[(rows, width), (rows, width), (rows, width // 16)],
+        output_dtypes=[table.dtype, table.dtype, mx.float32],
+        grid=(rows * (width // 16), 1, 1),
+        threadgroup=(width // 16, 1, 1),
+    )
+    return h, Normed(hw, squares, eps)
+
+
+@cache
+def _unpack(kind: tuple[int, int, bool], dtype: mx.Dtype) -> Kernel:
+    t, (bits, group, _) = TYPES[dtype], kind
+    body = f"""
+  gnomon::unpack<{t}, {bits}, {group}>({_part(0, kind, t)}, (long long)w0_shape[0] * w0_shape[1], out);
+"""
+    return make("unpack", "linear.cuh", _names(0, kind), ["out"], body, block=BLOCK)
+
+
+def unpack(weights: Weights) -> mx.array:
+    """Quantised weights as [N, K] of their type, rounded once."""
+    return _unpack((weights.bits, weights.group, False), weights.dtype)(
+        inputs=weights.arrays()[:3],
+        output_shapes=[(weights.outputs, weights.inputs)],
+        output_dtypes=[weights.dtype],
+        grid=(-(-weights.weight.size // BLOCK) * BLOCK, 1, 1),
+        threadgroup=(BLOCK, 1, 1),
+    )[0]

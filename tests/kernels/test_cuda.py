@@ -1,0 +1,305 @@
+"""What the CUDA kernels take, and the compiled decode step over stand-ins for them; on a GPU, the kernels themselves."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_lm.models import llama, qwen3
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+
+from gnomon.kernels import dispatch
+from gnomon.kernels.cuda import attention, decode, products
+from gnomon.kernels.cuda.products import Normed, Weights
+from gnomon.state.batch_state import BatchState
+
+SMALL = {
+    "num_hidden_layers": 2,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 96,
+    "rms_norm_eps": 1e-5,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def llama_model(**changes: Any) -> Any:
+    mx.random.seed(5)
+    args = llama.ModelArgs(model_type="llama", **{**SMALL, "tie_word_embeddings": False, **changes})
+    return spread(llama.Model(args))
+
+
+def qwen3_model() -> Any:
+    mx.random.seed(6)
+    args = qwen3.ModelArgs(
+        model_type="qwen3", max_position_embeddings=512, rope_theta=1e4, tie_word_embeddings=True, **SMALL
+    )
+    return spread(qwen3.Model(args))
+
+
+def spread(model: nn.Module) -> nn.Module:
+    """bf16 weights large enough to matter; norms that aren't 1."""
+    for module in model.modules():
+        weight = module.get("weight")
+        if weight is not None:
+            scale, base = (0.2, 1.0) if weight.ndim == 1 else (0.15, 0.0)
+            module.weight = (base + scale * mx.random.normal(weight.shape)).astype(mx.bfloat16)
+    mx.eval(model.parameters())
+    return model
+
+
+@pytest.mark.parametrize(("rows", "tiles"), [(1, 1), (8, 1), (9, 2), (16, 2), (17, 4), (32, 4)])
+def test_kernels_are_made_for_8_16_and_32_rows(rows: int, tiles: int) -> None:
+    assert products.tiles_of_rows(rows) == tiles
+
+
+@pytest.mark.parametrize("rows", [0, 33])
+def test_other_numbers_of_rows_are_refused(rows: int) -> None:
+    with pytest.raises(ValueError, match=rf"1\.\.32, got {rows}"):
+        products.tiles_of_rows(rows)
+
+
+@pytest.mark.parametrize(("bits", "group"), list(itertools.product((4, 8), (32, 64, 128))))
+def test_weights_of_a_quantised_layer(bits: int, group: int) -> None:
+    layer = nn.Linear(256, 48, bias=True)
+    layer.set_dtype(mx.bfloat16)
+    found = Weights.of(nn.QuantizedLinear.from_linear(layer, group, bits))
+    assert found is not None
+    assert (found.outputs, found.inputs, found.kind, len(found.arrays())) == (48, 256, (bits, group, True), 4)
+
+
+@pytest.mark.parametrize(
+    ("bits", "dtype", "width"),
+    [(3, mx.bfloat16, 256), (4, mx.float32, 256), (6, mx.float16, 256), (4, mx.bfloat16, 96)],
+)
+def test_weights_that_kernels_do_not_take(bits: int, dtype: mx.Dtype, width: int) -> None:
+    layer = nn.Linear(width, 64, bias=False)
+    layer.set_dtype(dtype)
+    assert Weights.of(nn.QuantizedLinear.from_linear(layer, 32, bits)) is None
+
+
+@pytest.mark.parametrize(("group", "size", "heads"), [(4, 128, 4), (3, 64, 3), (8, 128, 4), (7, 128, 1), (6, 256, 2)])
+def test_a_block_takes_an_even_part_of_the_heads_of_a_group(group: int, size: int, heads: int) -> None:
+    form = attention.Form(2 * group, 2, size, 0.1, False, False, 0.0)
+    assert form.heads_per_block == heads
+    assert form.blocks_per_row == 2 * group // heads
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"head_dim": 32}, "heads of 32"),
+        ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8}, "sliding window"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, None),
+        ({"num_hidden_layers": 1}, None),
+    ],
+)
+def test_which_models_have_a_decoder(change: dict[str, Any], why: str | None) -> None:
+    found = decode.Decoder.of(llama_model(**change))
+    assert (why in found) if isinstance(found, str) and why else not isinstance(found, str)
+
+
+def test_a_model_of_another_type_or_family_has_no_decoder() -> None:
+    model = llama_model()
+    model.set_dtype(mx.float32)
+    assert "float32" in str(decode.Decoder.of(model))
+    assert "not known" in str(decode.Decoder.of(nn.Linear(2, 2)))
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain MLX operations in float32 for the kernels, by their contracts; `attend` doesn't keep the new key."""
+
+    def dense(w: Weights) -> mx.array:
+        if w.scales is None:
+            return w.weight.astype(mx.float32)
+        return mx.dequantize(w.weight, w.scales, w.biases, w.group, w.bits).astype(mx.float32)
+
+    def rows(x: Any) -> mx.array:
+        if not isinstance(x, Normed):
+            return x.astype(mx.float32)
+        wide = x.rows.astype(mx.float32)
+        return wide * mx.rsqrt(x.squares.sum(-1, keepdims=True) / wide.shape[-1] + x.eps)
+
+    def narrow(h: mx.array, norm: mx.array, eps: float) -> tuple[mx.array, Normed]:
+        h = h.astype(norm.dtype)
+        wide = h.astype(mx.float32)
+        squares = (wide * wide).reshape(h.shape[0], -1, 16).sum(-1)
+        return h, Normed((wide * norm.astype(mx.float32)).astype(norm.dtype), squares, eps)
+
+    def product(x: Any, *weights: Weights) -> mx.array:
+        return mx.concatenate([rows(x) @ dense(w).T for w in weights], axis=1).astype(weights[0].dtype)
+
+    def gated(x: Normed, gate: Weights, up: Weights) -> mx.array:
+        return (nn.silu(rows(x) @ dense(gate).T) * (rows(x) @ dense(up).T)).astype(gate.dtype)
+
+    def add(x: mx.array, w: Weights, residual: mx.array, norm: mx.array, eps: float) -> tuple[mx.array, Normed]:
+        return narrow(residual.astype(mx.float32) + rows(x) @ dense(w).T, norm, eps)
+
+    def embed(tokens: mx.array, table: Weights, norm: mx.array, eps: float) -> tuple[mx.array, Normed]:
+        return narrow(dense(table)[tokens], norm, eps)
+
+    def attend(
+        form: Any, qkv: Any, keys: Any, values: Any, lengths: Any, inverse: Any, counters: Any, norms: Any
+    ) -> Any:
+        b, d = qkv.shape[0], form.size
+        heads = qkv.reshape(b, -1, 1, d)
+        q, k, v = mx.split(heads, [form.q_heads, form.q_heads + form.kv_heads], axis=1)
+        if norms is not None:
+            q, k = (mx.fast.rms_norm(a, n, form.eps) for a, n in zip((q, k), norms, strict=True))
+        q, k = (
+            mx.fast.rope(a, d, traditional=form.traditional, base=None, scale=1.0, offset=lengths, freqs=1 / inverse)
+            for a in (q, k)
+        )
+        seen = mx.arange(keys.shape[2] + 1)[None] < lengths[:, None]
+        seen = (seen | (mx.arange(keys.shape[2] + 1) == keys.shape[2])[None])[:, None, None]
+        y = mx.fast.scaled_dot_product_attention(
+            q,
+            mx.concatenate([keys[:b], k], axis=2),
+            mx.concatenate([values[:b], v], axis=2),
+            scale=form.scale,
+            mask=seen,
+        )
+        return y.reshape(b, -1)
+
+    for name, function in (("product", product), ("gated", gated), ("add", add), ("embed", embed)):
+        monkeypatch.setattr(decode, name, function)
+    monkeypatch.setattr(attention, "attend", attend)
+    monkeypatch.setattr(mx, "compile", lambda f: f)  # on a CPU it would call a C++ compiler
+
+
+def prefilled(model: nn.Module, lengths: list[int]) -> BatchState:
+    """A state of rows of these lengths."""
+    states: list[BatchState] = []
+    for i, length in enumerate(lengths):
+        state = BatchState(model, make_prompt_cache(model))
+        state.begin(length)
+        model((mx.arange(length) * (3 + i) % 96)[None], cache=state.caches)
+        state.commit()
+        mx.eval(state.arrays())
+        states.append(state)
+    for other in states[1:]:
+        states[0].join(other)
+    return states[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "lengths"),
+    [
+        ("llama", [256]),
+        ("llama", [5, 9, 2]),
+        ("llama tied, llama3 rope, 4 bits", [7]),
+        ("qwen3, 8 bits", [5, 9, 2]),
+    ],
+    ids=str,
+)
+def test_the_decode_step_is_the_models_own_forward(
+    monkeypatch: pytest.MonkeyPatch, kind: str, lengths: list[int]
+) -> None:
+    def make() -> Any:
+        if kind == "llama":
+            return llama_model()
+        if kind == "qwen3, 8 bits":
+            model = qwen3_model()
+            nn.quantize(model, 64, 8)
+        else:
+            model = llama_model(tie_word_embeddings=True, rope_scaling=LLAMA3)
+            nn.quantize(model, 64, 4)
+        return model
+
+    model, wide = make(), make()
+    wide.set_dtype(mx.float32)
+    stand_in(monkeypatch)
+    tokens = mx.array([[11 + 5 * i] for i in range(len(lengths))], dtype=mx.int32)
+
+    def own_forward(of: Any) -> np.ndarray:
+        state = prefilled(of, lengths)
+        state.begin(1)
+        return np.array(of(tokens, cache=state.caches).astype(mx.float32))
+
+    expected, exact = own_forward(model), own_forward(wide)
+    state = prefilled(model, lengths)
+    assert decode.swap(model)
+    dispatch.choose(True)
+    try:
+        state.begin(1)
+        with dispatch.step():
+            logits = model(tokens, cache=state.caches).astype(mx.float32)
+        state.commit()
+    finally:
+        dispatch.choose(False)
+    assert "decode" not in dispatch.stock_calls
+    assert state.lengths == [length + 1 for length in lengths]
+    state.check_integrity()
+    assert logits.shape == expected.shape
+    # bf16 rounds in other places: not further from float32 than the model's own forward is.
+    error, usual = (np.sqrt(((y - exact) ** 2).mean()) for y in (np.array(logits), expected))
+    assert error < 1.5 * usual < 0.2 * exact.std()
+
+
+def test_what_the_decode_step_leaves_to_the_model() -> None:
+    model = llama_model()
+    decoder = decode.Decoder.of(model)
+    assert isinstance(decoder, decode.Decoder)
+    empty = BatchState(model, make_prompt_cache(model))
+    empty.begin(1)
+    token = mx.zeros((1, 1), dtype=mx.int32)
+    assert decoder.step(token, empty.caches) is None  # no buffers yet
+    assert decoder.step(mx.zeros((33, 1), dtype=mx.int32), empty.caches) is None
+    assert decoder.step(token, [KVCache() for _ in model.layers]) is None
+    assert decoder.is_current()
+    model.model.layers[1].mlp.up_proj.weight = model.model.layers[1].mlp.up_proj.weight + 1
+    assert not decoder.is_current()
+
+
+def test_buffers_for_appends_in_place_have_room_and_are_not_a_snapshots() -> None:
+    model = llama_model(num_hidden_layers=1)
+    state = prefilled(model, [300])
+    taken = state.snapshot(0)
+    mx.eval([array for layer in taken.layers for array in layer.arrays.values()])
+    before = np.array(taken.layers[0].arrays["keys"].astype(mx.float32))
+    revived = BatchState.restore(model, make_prompt_cache(model), taken)
+    revived.begin(1)
+    layer: Any = revived.caches[0]
+    keys, values = layer.in_place()
+    assert keys.shape == values.shape == (1, 2, 512, 64)
+    layer.advance_in_place()
+    revived.commit()
+    revived.check_integrity()
+    keys[...] = 0
+    mx.eval(keys)
+    assert (np.array(taken.layers[0].arrays["keys"].astype(mx.float32)) == before).all()
+    again, _ = layer.in_place()
+    assert again is keys
+
+
+def test_shared_buffers_grow_for_appends_in_place() -> None:
+    model = llama_model(num_hidden_layers=1)
+    state = prefilled(model, [256, 3])
+    state.begin(1)
+    layer: Any = state.caches[0]
+    kept = np.array(layer.keys[0, :, :256].astype(mx.float32))
+    keys, _ = layer.in_place()
+    assert keys.shape[2] > 256
+    assert (np.array(keys[0, :, :256].astype(mx.float32)) == kept).all()
+
+
+@pytest.mark.device
+def test_every_kernel_against_float64_and_rows_alone() -> None:
+    from gnomon.kernels.cuda.verify import verify
+
+    checks = list(verify())
+    assert len(checks) > 200
+    assert not [check for check in checks if not check.passed]
