@@ -38,13 +38,16 @@ class Batch:
     def has_constraints(self) -> bool:
         return any(row.constraint is not None for row in self.rows)
 
-    def allowed(self) -> dict[int, Words]:
-        """What each constrained row may draw next, by its place. A row whose grammar gives up fails with its request."""
-        found: dict[int, Words] = {}
+    def allowed(self, drafts: Sequence[Sequence[int]] = ()) -> dict[int, Sequence[Words]]:
+        """What each constrained row may draw next and behind each id of its draft, by its place.
+
+        A row whose grammar gives up fails with its request.
+        """
+        found: dict[int, Sequence[Words]] = {}
         for b, row in enumerate(self.rows):
             if row.constraint is not None and row.open:
                 try:
-                    found[b] = row.constraint.allowed()
+                    found[b] = row.constraint.along(drafts[b] if drafts else ())
                 except GrammarFailed as error:
                     row.job.fail(error, "grammar_failed")
         return found

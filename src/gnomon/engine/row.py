@@ -90,8 +90,7 @@ class Job:
         constraint = None
         if self.grammar is not None:
             constraint = RowConstraint(self.grammar.start(), tokenizer, request.thinking)
-        # A constrained row takes no proposals: its mask is known one token at a time.
-        proposer = make_proposer(request, index) if make_proposer is not None and constraint is None else None
+        proposer = make_proposer(request, index) if make_proposer is not None else None
         row = Row(self, index, tokenizer, output, proposer, (*eos_ids, *tokenizer.newline_ids), constraint)
         self.rows.append(row)
         return row
@@ -213,7 +212,7 @@ class Row:
         for guess in guesses:
             if not 0 <= guess < vocab_size:
                 raise ValueError(f"proposed token id {guess} is outside 0..{vocab_size - 1}")
-        return guesses
+        return guesses if self.constraint is None else guesses[: self.constraint.num_legal(guesses)]
 
     def take(self, token: int, score: Score | None = None) -> None:
         """Deliver a token that was read back. It may close the row, and with its last row the request.

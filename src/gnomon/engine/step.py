@@ -12,7 +12,7 @@ Without proposals nothing has to be known before the next forward, so the read-b
     build n+1 from the lazy tokens of n   ->   start it   ->   read and deliver n
 
 A row with a constraint needs its token before its next draw: then the read-back comes first, and the host finds what may come
-next while the device computes the forward.
+next, and what behind each proposal, while the device computes the forward. Proposals that its grammar forbids are cut off before.
 """
 
 from __future__ import annotations
@@ -123,19 +123,21 @@ class Stepper:
             self.land()
         batch.has_fresh = False
 
-    def _allowed(self, logits: mx.array) -> dict[int, Words]:
-        """What constrained rows may draw at the first position, found while the device computes the logits."""
+    def _allowed(self, logits: mx.array, drafts: Sequence[Sequence[int]] = ()) -> dict[int, Sequence[Words]]:
+        """What constrained rows may draw at each position, found while the device computes the logits."""
         batch, counters = self.batch, self.counters
         if not batch.has_constraints:
             return {}
         mx.async_eval(logits)
         begun = time.perf_counter()
-        allowed = batch.allowed()
-        counters.masks += len(allowed)
+        allowed = batch.allowed(drafts)
+        counters.masks += sum(map(len, allowed.values()))
         counters.mask_seconds += time.perf_counter() - begun
         return allowed
 
-    def _weed(self, logits: mx.array, allowed: dict[int, Words], error: Exception) -> tuple[mx.array, dict[int, Words]]:
+    def _weed(
+        self, logits: mx.array, allowed: dict[int, Sequence[Words]], error: Exception
+    ) -> tuple[mx.array, dict[int, Sequence[Words]]]:
         """Fail the rows whose draw raises on its own; the others' logits and what they may draw.
 
         Raises `error` when no row alone is to blame.
@@ -194,13 +196,14 @@ class Stepper:
             state.begin(width, counts)
             logits = self.model(tokens, cache=state.caches)
             state.commit()
-        # Constrained rows have no drafts: only the first position of theirs counts.
-        allowed = self._allowed(logits)
+        allowed = self._allowed(logits, drafts)
         with dispatch.step():
             drawn = batch.sampler.draw(logits, tokens[:, 1:], allowed)
         mx.eval(drawn.arrays())
         draws = cast("list[list[int]]", drawn.tokens.tolist())
-        accepted = [verify(draft, draw) for draft, draw in zip(drafts, draws, strict=True)]
+        # Nothing counts behind the last position whose mask is known.
+        known = [draft[: len(allowed[b]) - 1] if b in allowed else draft for b, draft in enumerate(drafts)]
+        accepted = [verify(draft, draw) for draft, draw in zip(known, draws, strict=True)]
         batch.sampler.commit(drawn.tokens, [a + 1 for a in accepted])
         back = [count - 1 - a for count, a in zip(counts, accepted, strict=True)]
         if any(back):
