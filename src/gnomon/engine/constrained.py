@@ -21,7 +21,7 @@ class RowConstraint:
 
     def __init__(self, matcher: Matcher, tokenizer: Tokenizer, thinking: Thinking | None = None) -> None:
         self._matcher = matcher
-        self._vocabulary = matcher.vocabulary
+        self.vocabulary = matcher.vocabulary
         self._stage: Stage = "content"
         self._openers: dict[int, list[int]] = {}
         """First id of each marker that may come now, with the ids it goes on with."""
@@ -54,7 +54,7 @@ class RowConstraint:
         """
         scout = self.fork()
         for n, token in enumerate(draft):
-            if token in self._vocabulary.eos_ids or not scout.allows(token):
+            if token in self.vocabulary.eos_ids or not scout.allows(token):
                 return n
             try:
                 scout.advance(token)
@@ -95,9 +95,9 @@ class RowConstraint:
         if self._stage == "undecided":
             opening = self._words(self._openers)
             return opening | self._matcher.allowed() if self._format.direct else opening
-        barred = set(self._vocabulary.eos_ids)
+        barred = set(self.vocabulary.eos_ids)
         if ending := self._splitter.ending:
-            barred.update(self._vocabulary.running_past(ending))
+            barred.update(self.vocabulary.running_past(ending))
         return ~self._words(barred) & self._all
 
     def allows(self, token: int) -> bool:
@@ -106,6 +106,12 @@ class RowConstraint:
             return self._matcher.allows(token)
         words = self.allowed()
         return token < 32 * len(words) and bool(words[token // 32] >> np.uint32(token % 32) & 1)
+
+    def forced(self) -> Sequence[int]:
+        """Ids that spell what must come next; other ids may spell the same. Empty where there is a choice. Raises GrammarFailed."""
+        if self._stage == "content":
+            return self._matcher.forced()
+        return list(self._forced)
 
     def advance(self, token: int) -> None:
         """Take the token that was drawn. Raises GrammarFailed when it isn't one that was allowed."""
@@ -125,7 +131,7 @@ class RowConstraint:
 
     @property
     def _all(self) -> Words:
-        return self._vocabulary.everything
+        return self.vocabulary.everything
 
     def _words(self, ids: Iterable[int]) -> Words:
         words = np.zeros_like(self._all)
