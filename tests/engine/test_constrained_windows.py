@@ -171,7 +171,7 @@ def test_right_guesses_of_a_grammar_are_taken_many_at_a_time() -> None:
     assert rig.counters.masks == rig.counters.steps + rig.counters.proposed_tokens
 
 
-class Fixed:
+class Fixed(Proposer):
     """Proposes the same ids whatever was written."""
 
     def __init__(self, ids: Sequence[int]) -> None:

@@ -36,7 +36,9 @@ def expected(text: Sequence[int], k: int, candidates: int, most: int) -> list[in
     st.integers(1, 3),
     st.integers(2, 6),
 )
-def test_spans_are_those_of_a_plain_search(prompt: list[int], answer: list[int], k: int, candidates: int, most: int) -> None:
+def test_spans_are_those_of_a_plain_search(
+    prompt: list[int], answer: list[int], k: int, candidates: int, most: int
+) -> None:
     echo = Echo(k, candidates, most, ends_line=lambda token: token == LINE)
     for n in range(len(answer) + 1):
         text = prompt + answer[:n]

@@ -138,7 +138,7 @@ CALL = '<tool_call>\n{"name": "get_time", "arguments": {"zone": "CET"}}\n</tool_
 NEVER = [
     "`<to",
     "```\n<to",
-    "```xml\n<tool_call>\n{\"name\": \"se",
+    '```xml\n<tool_call>\n{"name": "se',
     "Write <to",
     'Like "<to',
     "> <to",
@@ -150,7 +150,7 @@ NEVER = [
     f"{CALL}\nDone. <to",
     CALL.replace("get_time", "unknown") + "\n<to",
     f"{CALL[:-1]}\n<to",
-    "<tool_call>\n{\"name\": \"get_time\", \"arguments\": {\"zone\": \"</tool_call>\n<to",
+    '<tool_call>\n{"name": "get_time", "arguments": {"zone": "</tool_call>\n<to',
 ]
 
 
@@ -161,7 +161,7 @@ def test_quoted_calls_code_and_prose_never_trigger(text: str) -> None:
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.text("`<t>\n ab\"{}~", max_size=12), st.sampled_from(["<to", CALL + "\n<to", '<tool_call>\n{"name": "se']))
+@given(st.text('`<t>\n ab"{}~', max_size=12), st.sampled_from(["<to", CALL + "\n<to", '<tool_call>\n{"name": "se']))
 def test_nothing_may_stand_before_a_call(before: str, trigger: str) -> None:
     if before.strip():
         assert asserted(spans_of(TOOLS), before + trigger) == ""

@@ -40,6 +40,7 @@ PROBES: Mapping[str, tuple[Any, Any]] = {
 IDS = ("a1b2c3d4e", "z9y8x7w6v")
 """Ids of calls, in turn: what a template writes of them is the model's to choose. Mistral's want nine letters or digits."""
 
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """Where a call's text is `trigger` so far, `ids` follow."""
@@ -121,7 +122,14 @@ def tool_spans(
         return None
     opened = template.splitter(generation_prompt).thinking
     return ToolSpans(
-        format.openers[0], format.close, spans, endings, tuple(tools), format, template.reasoning, starts_thinking=opened
+        format.openers[0],
+        format.close,
+        spans,
+        endings,
+        tuple(tools),
+        format,
+        template.reasoning,
+        starts_thinking=opened,
     )
 
 
@@ -186,7 +194,11 @@ def _endings(renderer: _Renderer, functions: Sequence[Mapping[str, Any]]) -> tup
         required, closed = _schema(function).get("required"), _schema(function).get("additionalProperties") is False
         if key is None or required != [key] or not closed:
             return ()
-        written = [(renderer.call(function["name"], {key: value}), json.dumps(value)) for kind in kinds for value in PROBES[kind]]
+        written = [
+            (renderer.call(function["name"], {key: value}), json.dumps(value))
+            for kind in kinds
+            for value in PROBES[kind]
+        ]
         parts = [call.text.partition(literal) for call, literal in written]
         heads, tails = {head for head, _, _ in parts}, {tail for _, _, tail in parts}
         if len(heads) != 1 or len(tails) != 1:
@@ -230,7 +242,9 @@ def _spans(heads: Sequence[_Written]) -> list[Span]:
 def _shared(calls: Sequence[_Written]) -> _Written:
     """The ids that all begin with. Raises _Unsettled if there are none."""
     first = calls[0]
-    size = sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, zip(*(call.ids for call in calls), strict=False)))
+    size = sum(
+        1 for _ in takewhile(lambda column: len(set(column)) == 1, zip(*(call.ids for call in calls), strict=False))
+    )
     if not size:
         raise _Unsettled
     return _Written(first.ids[:size], first.ends[:size])

@@ -79,6 +79,7 @@ def start(config: Config, found: Found) -> Loaded:
             config.engine,
             model_id=found.id,
             kernels=config.kernel,
+            speculation=config.speculation,
             kernel_cache=config.paths.cache / "kernels",
             tracer=tracer,
         )

@@ -22,6 +22,7 @@ from gnomon.config.resolve import (
     with_model_defaults,
 )
 from gnomon.config.sampling import SamplingDefaults
+from gnomon.config.speculation import SpeculationConfig
 from gnomon.config.units import GB, GiB, KiB, MiB
 from gnomon.options import ConfigError
 
@@ -45,6 +46,7 @@ __all__ = [
     "Origin",
     "Paths",
     "SamplingDefaults",
+    "SpeculationConfig",
     "TraceConfig",
     "add_arguments",
     "resolve",

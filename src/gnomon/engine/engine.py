@@ -14,7 +14,7 @@ from typing import Any
 
 from gnomon.chat.constraint import Constraint
 from gnomon.chat.tokenizer import Tokenizer
-from gnomon.config import EngineConfig, KernelConfig
+from gnomon.config import EngineConfig, KernelConfig, SpeculationConfig
 from gnomon.engine import admission, stats
 from gnomon.engine.api import (
     EngineUnavailable,
@@ -36,14 +36,15 @@ from gnomon.engine.core import Core
 from gnomon.engine.counters import Counters
 from gnomon.engine.heart import Heart
 from gnomon.engine.mailbox import Cancel, Mailbox, Stop, Submit
-from gnomon.engine.row import Job, ProposerFactory
+from gnomon.engine.row import Job
 from gnomon.engine.runner import DeviceFailed
 from gnomon.engine.sampling import fresh_seed
+from gnomon.engine.speculation import ProposerFactory, Speculation
 from gnomon.grammar import Compiled, Compiler, Vocabulary
 from gnomon.grammar import Unenforceable as NoGrammar
 from gnomon.kernels import native
 from gnomon.kernels.native import Kernels
-from gnomon.models.load import LoadedModel, read_config
+from gnomon.models.load import LoadedModel, UnsupportedModel, read_config
 from gnomon.models.load import load as load_model
 from gnomon.state.batch_state import BatchState
 from gnomon.trace import OFF, Tracer
@@ -73,6 +74,7 @@ class Engine:
         config: EngineConfig | None = None,
         *,
         model_id: str | None = None,
+        speculation: SpeculationConfig | None = None,
         propose: ProposerFactory | None = None,
         on_failure: Callable[[str], None] | None = None,
         prime: Callable[[BatchState], None] | None = None,
@@ -87,6 +89,7 @@ class Engine:
         self.tokenizer = tokenizer
         self._load = load
         self._model_id = model_id
+        self._speculate = speculation or SpeculationConfig()
         self._propose = propose
         self._prime = prime
         self._tracer = tracer
@@ -253,8 +256,15 @@ class Engine:
             },
             **stats.snapshot(self._counters, self.config, self._model, self._budget, jobs),
             **({"prompt_cache": self._core.reuse.stats()} if self._core is not None else {}),
+            **self._told_of_speculation(),
             "kernels": dict(self._kernels.stats()),
         }
+
+    def _told_of_speculation(self) -> Mapping[str, Any]:
+        core = self._core
+        if core is None or core.speculation is None:
+            return {"speculation": {"enabled": False}}
+        return {"speculation": {"enabled": True, **core.speculation.stats(self._counters.active_rows)}}
 
     def drain(self, timeout: float) -> bool:
         """Refuse new requests and wait up to `timeout` seconds for the open ones; True if all ended by themselves."""
@@ -360,7 +370,7 @@ class Engine:
             self._mailbox,
             self._counters,
             self._heart,
-            self._propose,
+            self._open_speculation(loaded),
             self._closed,
             prime=self._prime,
             tracer=self._tracer,
@@ -379,6 +389,21 @@ class Engine:
             tier="Lab" if self._kernels.native else "L1",
         )
         return core
+
+    def _open_speculation(self, loaded: LoadedModel) -> Speculation | None:
+        """What guesses for this model's rows; None if nothing is asked for."""
+        config = self._speculate
+        wanted = config.enabled or self._propose is not None
+        if not wanted and not (config.grammar_jump and self.config.grammar):
+            return None
+        if not loaded.binding.window_safe:
+            if not wanted:
+                log.info("a window of several tokens disturbs %s models: forced text isn't proposed", loaded.model_type)
+                return None
+            raise UnsupportedModel(
+                f"a window of several tokens disturbs {loaded.model_type} models, so nothing can be guessed for them"
+            )
+        return Speculation(config, vocab_size=loaded.vocab_size, extra=self._propose)
 
     def _fail(self, core: Core | None, error: Exception) -> None:
         """The engine can't go on: tell every open request, health and the host."""
@@ -422,6 +447,7 @@ def load(
     *,
     kernels: KernelConfig | None = None,
     kernel_cache: Path | None = None,
+    speculation: SpeculationConfig | None = None,
     model_id: str | None = None,
     on_failure: Callable[[str], None] | None = None,
     tracer: Tracer = OFF,
@@ -440,6 +466,7 @@ def load(
         tokenizer,
         config,
         model_id=model_id,
+        speculation=speculation,
         on_failure=on_failure,
         kernels=kernels,
         kernel_cache=kernel_cache,

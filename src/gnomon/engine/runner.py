@@ -13,7 +13,8 @@ from gnomon.engine.counters import Counters
 from gnomon.engine.heart import Heart
 from gnomon.engine.prefill import Prefill
 from gnomon.engine.row import Row
-from gnomon.engine.step import MAX_PROPOSALS, Stepper
+from gnomon.engine.speculation import MAX_PROPOSALS, Speculation
+from gnomon.engine.step import Stepper
 from gnomon.models.load import LoadedModel
 from gnomon.state.batch_state import BatchState
 from gnomon.state.snapshot import RowSnapshot
@@ -81,15 +82,15 @@ class Runner:
         states = [self._new_primed() if one is None else one for one in held]
         return Prefill(self.loaded.model, states, prompts, self.config.prefill_chunk, starts, stops)
 
-    def new_stepper(self, batch: Batch) -> Stepper:
+    def new_stepper(self, batch: Batch, speculation: Speculation | None = None) -> Stepper:
         loaded = self.loaded
         return Stepper(
             loaded.model,
             batch,
             self.config,
             self.counters,
-            vocab_size=loaded.vocab_size,
             pad_safe=loaded.binding.pad_safe,
+            speculation=speculation,
         )
 
     def run_window(self, prefill: Prefill) -> None:

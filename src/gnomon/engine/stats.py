@@ -76,6 +76,8 @@ def snapshot(
             "proposed": c.proposed_tokens,
             "accepted": c.accepted_tokens,
             "acceptance": c.accepted_tokens / c.proposed_tokens if c.proposed_tokens else None,
+            "proposed_by_position": list(c.proposed_at),
+            "accepted_by_position": list(c.accepted_at),
         },
         "grammar": {
             "enabled": config.grammar,

@@ -12,7 +12,6 @@ from llguidance import LLTokenizer
 from llguidance._tokenizer import TokenizerWrapper
 from numpy.typing import NDArray
 
-
 JOINTS = ('"key": "a", "key": "a"', '"a": {"b": [1, 2]}, "a": [{"b": true}, {"c": []}]', '"a": 1, "b": ["c", "d"]}')
 """JSON as it is usually written."""
 

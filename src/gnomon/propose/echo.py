@@ -26,7 +26,12 @@ class Echo(Proposer):
     prior = 0.7
 
     def __init__(
-        self, k: int = 8, candidates: int = 24, most: int = 32, capacity: int = 131_072, ends_line: Callable[[int], bool] | None = None
+        self,
+        k: int = 8,
+        candidates: int = 24,
+        most: int = 32,
+        capacity: int = 131_072,
+        ends_line: Callable[[int], bool] | None = None,
     ) -> None:
         """`ends_line` tells the ids that write a line's end."""
         self.k = k

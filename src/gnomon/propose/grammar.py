@@ -47,6 +47,7 @@ class Grammar(Proposer):
 
     source = "grammar"
     prior = 0.8
+    begins = True
 
     def __init__(self, walk: Walk, most: int) -> None:
         self._walk = walk
@@ -61,7 +62,7 @@ class Grammar(Proposer):
         self._draft: list[int] = []
         self._begin = 0
 
-    def propose(self, prompt: Sequence[int], generated: Sequence[int], limit: int) -> Sequence[int]:
+    def propose(self, prompt: Sequence[int], generated: Sequence[int], limit: int) -> Sequence[int]:  # noqa: ARG002
         self._learn(generated)
         before = generated[-1] if generated else -1
         self._draft, self._begin = self._ahead(before, min(limit, self._most)), len(generated)

@@ -41,7 +41,7 @@ class Strict(Proposer):
         self.failed_parse = False
         """Complete calls could not be read."""
 
-    def propose(self, prompt: Sequence[int], generated: Sequence[int], limit: int) -> Sequence[int]:
+    def propose(self, prompt: Sequence[int], generated: Sequence[int], limit: int) -> Sequence[int]:  # noqa: ARG002
         self._follow(generated)
         if not self.armed:
             return ()
