@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from gnomon.chat.tokenizer import Tokenizer
@@ -109,7 +108,8 @@ class Speculation:
         depth = self._depth(rows, guesses)
         if not depth:
             return [() for _ in rows]
-        drafts = [guess.tokens[:depth] for guess in guesses]
+        guesses = [guess.cut(depth) for guess in guesses]
+        drafts = [guess.tokens for guess in guesses]
         asked = [b for b, (row, guess) in enumerate(zip(rows, guesses, strict=True)) if self._may_draft(row, guess)]
         if asked and self.draft is not None:
             found = self._ask([rows[b] for b in asked], depth)
@@ -119,7 +119,7 @@ class Speculation:
                 guesses[b] = Guess(tokens, self.draft.source, prior=self.draft.prior)
         for row, guess, tokens in zip(rows, guesses, drafts, strict=True):
             if tokens and row.guesses is not None:
-                row.guesses.use(replace(guess, tokens=tokens))
+                row.guesses.use(guess)
         return drafts
 
     def _look(self, row: Row) -> Guess:
@@ -134,7 +134,7 @@ class Speculation:
         except Exception as error:  # noqa: BLE001  (a proposer's failure is its row's own)
             row.job.fail(error, "proposer_error")
             return NOTHING
-        return replace(found, tokens=found.tokens[:limit])
+        return found.cut(limit)
 
     def _may_draft(self, row: Row, guess: Guess) -> bool:
         """Whether the draft model may be asked: rows for which something cheaper guesses don't ask it."""
@@ -156,13 +156,15 @@ class Speculation:
     def _depth(self, rows: Sequence[Row], guesses: Sequence[Guess]) -> int:
         chances = [self._chance(row, guess) for row, guess in zip(rows, guesses, strict=True)]
         most = max((chance.most for chance in chances), default=0)
+        # Asserted tokens come, whether that pays or not.
+        least = int(any(guess.asserted for guess in guesses))
         if self.config.num_draft_tokens is not None:
             return min(most, self.config.num_draft_tokens)
         if self.curve is None:
             return most
         asks = [self._may_draft(row, guess) for row, guess in zip(rows, guesses, strict=True)]
         each = self.draft.cost(sum(asks)) if self.draft is not None and any(asks) else 0.0
-        depth = best_depth(chances, self.curve, lambda depth: depth * each)
+        depth = max(least, best_depth(chances, self.curve, lambda depth: depth * each))
         for row, ask in zip(rows, asks, strict=True):
             if ask and row.guesses is not None and len(row.tokens) >= row.guesses.probe_at:
                 row.guesses.probed(len(row.tokens), depth > 0)

@@ -37,6 +37,7 @@ from gnomon.engine.sampling import BatchSampler, Drawn
 from gnomon.engine.speculation import Speculation
 from gnomon.grammar import Words
 from gnomon.kernels import dispatch
+from gnomon.propose.guesses import NOTHING
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class Stepper:
     def step(self) -> bool:
         """Advance every row, delivering what was read back. False if nothing was left to advance."""
         batch, speculation = self.batch, self.speculation
-        if batch.has_constraints or self._all_end_in_flight():
+        if batch.waits or self._all_end_in_flight():
             self.land()
         drafts: list[Sequence[int]] = []
         if speculation is not None and batch.has_guesses and speculation.wants_window(batch.rows):
@@ -198,18 +199,21 @@ class Stepper:
             drawn = batch.sampler.draw(logits, tokens[:, 1:], allowed)
         mx.eval(drawn.arrays())
         draws = cast("list[list[int]]", drawn.tokens.tolist())
-        asserted = [
-            bool(draft) and row.guesses is not None and row.guesses.used.asserted
+        used = [
+            row.guesses.used if draft and row.guesses is not None else NOTHING
             for row, draft in zip(rows, drafts, strict=True)
         ]
-        for b, draft in enumerate(drafts):
-            if asserted[b]:
-                draws[b][: len(draft)] = draft
+        for guess, draft, draw in zip(used, drafts, draws, strict=True):
+            if guess.asserted:
+                draw[: len(draft)] = draft
+                if guess.after is not None:
+                    draw[len(draft)] = guess.after
         # Nothing counts behind the last position whose mask is known.
         known = [draft[: len(allowed[b]) - 1] if b in allowed else draft for b, draft in enumerate(drafts)]
         accepted = [verify(draft, draw) for draft, draw in zip(known, draws, strict=True)]
         batch.sampler.commit(
-            mx.array(draws, dtype=mx.int32) if any(asserted) else drawn.tokens, [a + 1 for a in accepted]
+            mx.array(draws, dtype=mx.int32) if any(guess.asserted for guess in used) else drawn.tokens,
+            [a + 1 for a in accepted],
         )
         back = [count - 1 - a for count, a in zip(counts, accepted, strict=True)]
         if any(back):
@@ -222,7 +226,7 @@ class Stepper:
             if row.guesses is not None:
                 row.guesses.tally.calls += 1
                 if draft:
-                    row.guesses.tally.add(len(draft), a, row.guesses.used.source)
+                    row.guesses.tally.add(len(draft), a, row.guesses.used)
             counters.guessed(len(draft), a)
             for position in range(a + 1):
                 if not row.open:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from gnomon.propose.acceptance import Rate, Rates, row_rate
 from gnomon.propose.policy import Chance
@@ -16,7 +16,8 @@ MOST_PROBE = 512
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """What may come next, at most as far as the row may go. `certain`: it must come. `asserted`: it comes, whatever the model says."""
+    """What may come next, at most as far as the row may go. `certain`: it must come. `asserted`: it comes, whatever the model says,
+    and then `after`."""
 
     tokens: Sequence[int]
     source: str
@@ -24,6 +25,13 @@ class Guess:
     prior: float = 0.5
     certain: bool = False
     asserted: bool = False
+    after: int | None = None
+
+    def cut(self, size: int) -> Guess:
+        """Its first `size` tokens."""
+        if size >= len(self.tokens):
+            return self
+        return replace(self, tokens=self.tokens[:size], after=self.tokens[size] if self.asserted else None)
 
 
 NOTHING = Guess((), "")
@@ -48,13 +56,14 @@ class Tally:
     accepted_at: list[int] = field(default_factory=list[int])
     by_source: dict[str, Taken] = field(default_factory=dict[str, Taken])
 
-    def add(self, drafted: int, accepted: int, source: str = "") -> None:
-        """One window."""
+    def add(self, drafted: int, accepted: int, guess: Guess = NOTHING) -> None:
+        """One window of a guess."""
         self.lengths.append(accepted)
-        taken = self.by_source.setdefault(source, Taken())
-        taken.drafted += drafted
-        taken.accepted += accepted
-        taken.spans.append(accepted)
+        taken = self.by_source.setdefault(guess.source, Taken())
+        behind = guess.after is not None
+        taken.drafted += drafted + behind
+        taken.accepted += accepted + behind
+        taken.spans.append(accepted + behind)
         for counts, n in ((self.drafted_at, drafted), (self.accepted_at, accepted)):
             counts.extend([0] * (drafted - len(counts)))
             for position in range(n):
@@ -96,18 +105,22 @@ class RowGuesses:
     def _first(self, prompt: Sequence[int], generated: Sequence[int], limit: int) -> Guess:
         found, begins = NOTHING, False
         for proposer in self.proposers:
-            tokens = proposer.propose(prompt, generated, limit)[:limit]
+            tokens = proposer.propose(prompt, generated, limit)
             if self._num_legal is not None:
-                tokens = tokens[: self._num_legal(tokens)]
+                tokens = tokens[: self._num_legal(tokens[:limit])]
+            one = proposer
+            guess = Guess(tokens, one.source, one.grade, one.prior, one.certain, one.asserted).cut(limit)
             size = len(found.tokens)
-            if len(tokens) > size and list(tokens[:size]) == list(found.tokens):
-                found = Guess(
-                    tokens, proposer.source, proposer.grade, proposer.prior, proposer.certain, proposer.asserted
-                )
-                begins = proposer.begins
+            if len(guess.tokens) > size and list(tokens[:size]) == list(found.tokens):
+                found, begins = guess, proposer.begins
             if found.tokens and not begins:
                 break
         return found
+
+    @property
+    def waits(self) -> bool:
+        """Whether a proposer must see every token before the next is drawn."""
+        return any(proposer.waits for proposer in self.proposers)
 
     @property
     def used(self) -> Guess:

@@ -36,18 +36,19 @@ class Strict(Proposer):
         """What of the span under way is left."""
         self._calls = 0
         """Length of the text that is known to be complete calls."""
-        self.armed = True
+        self.waits = True
         """Whether the answer may still hold a span."""
         self.failed_parse = False
         """Complete calls could not be read."""
 
     def propose(self, prompt: Sequence[int], generated: Sequence[int], limit: int) -> Sequence[int]:  # noqa: ARG002
         self._follow(generated)
-        if not self.armed:
+        if not self.waits:
             return ()
         if not self._queue and not self._stream.pending:
             self._queue = self._found()
-        return self._queue[:limit]
+        # All of it: what a window can't hold must not be drawn in between.
+        return self._queue
 
     def _follow(self, generated: Sequence[int]) -> None:
         for token in generated[self._seen :]:
@@ -55,12 +56,12 @@ class Strict(Proposer):
             self._queue = self._queue[1:] if self._queue[:1] == (token,) else ()
         self._seen = len(generated)
         if self._seen > MOST_TOKENS:
-            self.armed = False
+            self.waits = False
 
     def _found(self) -> tuple[int, ...]:
         """The span that follows here, if one does."""
         current = self._current()
-        if not self.armed or not current:
+        if not self.waits or not current:
             return ()
         for span in self._spans.spans:
             if current == span.trigger:
@@ -82,12 +83,12 @@ class Strict(Proposer):
         end = at + len(close) if at >= 0 else 0
         if end > self._calls:
             if not self._spans.are_calls(text[:end]):
-                self.armed, self.failed_parse = False, True
+                self.waits, self.failed_parse = False, True
                 return ""
             self._calls = end
         current = text[self._calls :].lstrip()
         if not current.startswith(opener) and not opener.startswith(current):
-            self.armed = False
+            self.waits = False
         return current
 
     def _answer(self) -> str | None:
@@ -102,7 +103,7 @@ class Strict(Proposer):
         if not closed:
             return None
         if thought.count("`") % 2:
-            self.armed = False
+            self.waits = False
         return answer.lstrip()
 
     def _cut(self, ids: tuple[int, ...]) -> tuple[int, ...]:
