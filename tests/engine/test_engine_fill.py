@@ -293,14 +293,14 @@ def test_what_follows_settled_text_is_what_the_model_says_behind_it() -> None:
     """The state behind asserted tokens is that of a prompt that ends with them."""
     for model_type in ("llama", "qwen3_5"):
         rig = rig_of(STRICT, model_type)
-        rig.submit(Request("r", PROMPT, prefer_opener(), 50, spans=spans()))
+        rig.submit(Request("r", PROMPT, prefer_opener(), 90, spans=spans()))
         rig.finish()
         head = TOKENIZER.encode(SCAFFOLD)
         ids = rig.ids("r")
         assert ids[: len(head)] == head
         # Penalties remember what was asserted as well as what was drawn.
         other = rig_of(None, model_type)
-        other.submit(Request("r", (*PROMPT, *head), prefer_opener(), 50 - len(head)))
+        other.submit(Request("r", (*PROMPT, *head), prefer_opener(), 90 - len(head)))
         other.finish()
         assert ids[len(head) :] == other.ids("r")
 
