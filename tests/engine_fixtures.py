@@ -16,10 +16,11 @@ from mlx.utils import tree_flatten
 
 import tiny_models
 from gnomon.chat.tokenizer import Tokenizer
-from gnomon.config import EngineConfig, SpeculationConfig
+from gnomon.config import EngineConfig, KvScheme, SpeculationConfig
 from gnomon.engine import admission
 from gnomon.engine.api import Delta, Event, Failed, Finished, ModelInfo, Request
 from gnomon.engine.budget import Budget
+from gnomon.engine.coding import coding_for
 from gnomon.engine.core import Core
 from gnomon.engine.counters import Counters
 from gnomon.engine.engine import Engine
@@ -118,6 +119,7 @@ class Rig:
         propose: ProposerFactory | None = None,
         budget: Budget | None = None,
         speculation: Speculation | None = None,
+        kv: KvScheme | None = None,
     ) -> None:
         self.events: dict[str, list[Event]] = {}
         self.closed: list[str] = []
@@ -136,6 +138,7 @@ class Rig:
             Heart(1000),
             speculation,
             lambda job: self.closed.append(job.request.id),
+            coding=None if kv is None else coding_for(loaded, kv),
         )
         self.loaded = loaded
 

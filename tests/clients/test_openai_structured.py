@@ -184,3 +184,24 @@ def test_tool_choice_is_enforced(calling: Live[Engine]) -> None:
         with pytest.raises(openai.BadRequestError) as caught:
             client.chat.completions.create(**{**ask, "tool_choice": "required", "tools": unsound})
         assert caught.value.param == "tools[0].function.parameters.type"
+
+
+def test_strict_tools_when_the_model_chooses(calling: Live[Engine]) -> None:
+    """Prose and calls as the model likes; a call it makes is valid, and with a form of the answer there is nothing else."""
+    strict = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]
+    schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": [1, 2]}, "strict": True}}
+    kinds: set[str] = set()
+    with OpenAI(base_url=calling.url + "/v1", api_key="none", max_retries=0) as client:
+        for seed in range(8):
+            ask: dict[str, Any] = {"model": "", "messages": ASK, "seed": seed, "max_tokens": 400, "tools": strict}
+            made = client.chat.completions.create(**ask, response_format=form).choices[0]
+            kinds.add(made.finish_reason)
+            for call in made.message.tool_calls or ():
+                assert call.type == "function"
+                jsonschema.validate(json.loads(call.function.arguments), schemas[call.function.name])
+            if made.finish_reason == "stop":
+                assert made.message.content in ("1", "2")
+        assert kinds >= {"stop", "tool_calls"}
+        made = client.chat.completions.create(**{**ask, "max_tokens": 50}).choices[0]
+        assert made.message.content

@@ -74,6 +74,9 @@ class ByteTokenizer:
     def decode(self, ids: Iterable[int], *, hide: bool = True) -> str:
         return b"".join(b"<s>" * (not hide) if i > 255 else bytes([i]) for i in ids).decode(errors="replace")
 
+    def split(self, text: str) -> list[str | int]:
+        return [text] if text else []
+
     def piece(self, token: int) -> str:
         return f"<0x{token:02X}>"
 

@@ -65,6 +65,7 @@ def test_root_names_every_endpoint(client: TestClient) -> None:
         "GET /health",
         "GET /metrics",
         "GET /stats",
+        "GET /stats/stream",
         "GET /v1",
         "GET /v1/models",
         "GET /v1/models/{model_id}",

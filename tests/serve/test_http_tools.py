@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_engine import FakeEngine, Job, Live, live_server, logprob, make_app, parse_stream, user
+from fake_engine import FakeEngine, Job, Live, live_server, logprob, make_app, parse_stream, prompts, user
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from starlette.testclient import TestClient
 
@@ -148,19 +148,60 @@ def test_without_tools_nothing_is_a_call(client: TestClient, engine: FakeEngine)
         assert ("<tools>" in bytes(i for i in engine.submitted[-1].prompt if i < 256).decode()) is False
 
 
-def test_a_choice_that_must_be_enforced_is_or_is_refused(client: TestClient, engine: FakeEngine) -> None:
+STRICT = [{**one, "function": {**one["function"], "strict": True}} for one in TOOLS]
+
+
+def test_a_choice_is_enforced_or_asked_for_or_refused(client: TestClient, engine: FakeEngine) -> None:
     named = {"type": "function", "function": {"name": "weather"}}
     for choice in ("required", named):
         engine.unenforceable = None
-        assert client.post(CHAT, json=user("Hi", tools=TOOLS, tool_choice=choice)).status_code == 200
+        response = client.post(CHAT, json=user("Hi", tools=TOOLS, tool_choice=choice))
+        assert response.status_code == 200
+        assert "warning" not in response.headers
         constraint = engine.submitted[-1].constraint
         assert constraint is not None
         assert (constraint.kind, constraint.param) == ("grammar", "tool_choice")
         engine.unenforceable = Unenforceable("grammars are switched off", "tool_choice", "grammar_off")
+        engine.script = lambda job: job.say(call())
         response = client.post(CHAT, json=user("Hi", tools=TOOLS, tool_choice=choice))
+        assert response.headers["warning"] == '299 gnomon "tool_choice not enforced: grammars are switched off"'
+        assert response.json()["choices"][0]["finish_reason"] == "tool_calls"
+        assert engine.submitted[-1].constraint is None
+        assert "Answer with a call of weather" in prompts(engine)[-1]
+        response = client.post(CHAT, json=user("Hi", tools=STRICT, tool_choice=choice))
         assert response.status_code == 400
         assert response.json()["error"]["param"] == "tool_choice"
-        assert "grammar" in response.json()["error"]["message"]
+        assert "strict" in response.json()["error"]["message"]
+
+
+def test_strict_tools_are_held_to_their_schemas_when_the_model_chooses(client: TestClient, engine: FakeEngine) -> None:
+    assert client.post(CHAT, json=user("Hi", tools=TOOLS)).status_code == 200
+    assert engine.submitted[-1].constraint is None
+    assert client.post(CHAT, json=user("Hi", tools=STRICT, tool_choice="none")).status_code == 200
+    assert engine.submitted[-1].constraint is None
+    engine.script = lambda job: job.say(f"Let me see.{call()}")
+    response = client.post(CHAT, json=user("Hi", tools=STRICT))
+    assert response.json()["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "weather"
+    constraint = engine.submitted[-1].constraint
+    assert constraint is not None
+    assert (constraint.kind, constraint.param, constraint.strict) == ("grammar", "tools", True)
+    engine.unenforceable = Unenforceable("no such thing", "tools")
+    assert client.post(CHAT, json=user("Hi", tools=STRICT)).json()["error"]["message"].startswith("a tool is strict")
+
+
+def test_a_form_of_the_answer_leaves_room_for_calls(client: TestClient, engine: FakeEngine) -> None:
+    engine.script = lambda job: job.say(call())
+    response = client.post(CHAT, json=user("Hi", tools=TOOLS, response_format={"type": "json_object"}))
+    assert response.json()["choices"][0]["finish_reason"] == "tool_calls"
+    constraint = engine.submitted[-1].constraint
+    assert constraint is not None
+    assert (constraint.kind, constraint.param) == ("grammar", "tools")
+    # Other forms are no JSON: with them there are no calls.
+    response = client.post(CHAT, json=user("Hi", tools=TOOLS, guided_choice=["yes", "no"]))
+    assert response.json()["choices"][0]["finish_reason"] == "stop"
+    constraint = engine.submitted[-1].constraint
+    assert constraint is not None
+    assert constraint.kind == "choice"
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -38,7 +38,8 @@ class Constraint:
 
     `source` is JSON text of a schema (`json`) or of a list of strings (`choice`), a regular expression that matches the whole answer
     (`regex`), or a Lark or GBNF grammar (`grammar`). JSON is compact, with at most one space behind a comma or colon, unless
-    `any_whitespace`. `strict` demands are refused when they can't be enforced. `param` is the request's field.
+    `any_whitespace`. `strict` demands are refused when they can't be enforced. `param` is the request's field. `turn` tells that the
+    grammar holds from the turn's first token, reasoning included, and not from where the answer begins.
     """
 
     kind: Kind
@@ -46,6 +47,7 @@ class Constraint:
     any_whitespace: bool = False
     strict: bool = False
     param: str = "response_format"
+    turn: bool = False
 
     @property
     def is_sound(self) -> bool:

@@ -14,7 +14,8 @@ Only ids of real renderings are ever used.
 from __future__ import annotations
 
 import json
-from collections import deque
+import threading
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -96,9 +97,9 @@ def tool_spans(
     decode: Callable[[Sequence[int]], str],
     *,
     generation_prompt: str = "",
-    **kwargs: Any,
+    **variables: Any,
 ) -> ToolSpans | None:
-    """What is settled of calls of these tools (OpenAI's), rendered with `kwargs`. None if nothing is, or it can't be told.
+    """What is settled of calls of these tools (OpenAI's), rendered with the template's `variables`. None if nothing is.
 
     That is so for models that don't write calls as JSON between tags, or whose reasoning isn't between tags, for more than 32 tools,
     and for tools without names.
@@ -108,7 +109,7 @@ def tool_spans(
         return None
     if template.reasoning is not None and not isinstance(template.reasoning, TagFormat):
         return None
-    renderer = _Renderer(template, format, tools, decode, kwargs)
+    renderer = _Renderer(template, format, tools, decode, variables)
     functions = [cast("Mapping[str, Any]", tool["function"]) for tool in tools]
     if len({function["name"] for function in functions}) < len(functions):
         return None
@@ -131,6 +132,36 @@ def tool_spans(
         template.reasoning,
         starts_thinking=opened,
     )
+
+
+class SpanCache:
+    """Spans by tools and template variables, the last `capacity` of them: finding them takes several renderings. For any thread."""
+
+    def __init__(self, capacity: int = 32) -> None:
+        self._capacity = capacity
+        self._known: OrderedDict[str, ToolSpans | None] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(
+        self,
+        template: ChatTemplate,
+        tools: Sequence[Mapping[str, Any]],
+        decode: Callable[[Sequence[int]], str],
+        generation_prompt: str,
+        variables: Mapping[str, Any],
+    ) -> ToolSpans | None:
+        """As `tool_spans`."""
+        key = json.dumps([list(tools), generation_prompt, dict(variables)], default=str)
+        with self._lock:
+            if key in self._known:
+                self._known.move_to_end(key)
+                return self._known[key]
+        made = tool_spans(template, tools, decode, generation_prompt=generation_prompt, **variables)
+        with self._lock:
+            self._known[key] = made
+            while len(self._known) > self._capacity:
+                self._known.popitem(last=False)
+        return made
 
 
 class _Unsettled(Exception):

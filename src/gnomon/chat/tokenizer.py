@@ -144,6 +144,20 @@ class Tokenizer:
         """Whether an id is an added token marked special."""
         return self._added.get(token, ("", False))[1]
 
+    def split(self, text: str) -> tuple[str | int, ...]:
+        """Runs of plain text, and the ids of the special and hidden tokens written between them: those that other text can't spell."""
+        pattern, ids = self._specials
+        if pattern is None:
+            return (text,) if text else ()
+        return tuple(ids.get(part, part) for part in pattern.split(text) if part)
+
+    @cached_property
+    def _specials(self) -> tuple[re.Pattern[str] | None, Mapping[str, int]]:
+        ids = {text: token for token, (text, special) in self._added.items() if special}
+        ids |= {self.token_bytes(token).decode(errors="replace"): token for token in self.hidden_ids}
+        longest = sorted(filter(None, ids), key=len, reverse=True)
+        return (re.compile(f"({'|'.join(map(re.escape, longest))})") if longest else None), ids
+
     def token_bytes(self, token: int) -> bytes:
         """The bytes an id stands for, hidden ids included; for a byte-level piece possibly only part of a character."""
         known = self._bytes.get(token)

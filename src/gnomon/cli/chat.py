@@ -16,6 +16,7 @@ from gnomon.config import (
     Config,
     EngineConfig,
     KernelConfig,
+    KvConfig,
     ModelConfig,
     SamplingDefaults,
     SpeculationConfig,
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 NAME = "chat"
 HELP = "talk with a model; in this process or through a server"
-GROUPS = (ModelConfig, EngineConfig, SamplingDefaults, SpeculationConfig, KernelConfig, ClientConfig)
+GROUPS = (ModelConfig, EngineConfig, SamplingDefaults, SpeculationConfig, KernelConfig, KvConfig, ClientConfig)
 COMMANDS = {
     "/system TEXT": "set the system message and start again; without TEXT show it",
     "/reset": "forget the conversation",

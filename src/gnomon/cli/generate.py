@@ -12,6 +12,7 @@ from gnomon.config import (
     Config,
     EngineConfig,
     KernelConfig,
+    KvConfig,
     ModelConfig,
     SamplingDefaults,
     SpeculationConfig,
@@ -20,7 +21,7 @@ from gnomon.config import (
 NAME = "generate"
 ALIASES = ("gen",)
 HELP = "answer one prompt, streaming; in this process or from a server"
-GROUPS = (ModelConfig, EngineConfig, SamplingDefaults, SpeculationConfig, KernelConfig, ClientConfig)
+GROUPS = (ModelConfig, EngineConfig, SamplingDefaults, SpeculationConfig, KernelConfig, KvConfig, ClientConfig)
 MAX_TOKENS = 256
 
 

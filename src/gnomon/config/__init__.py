@@ -7,6 +7,7 @@ checks and `gnomon config` are all derived from them. Nothing else in Gnomon rea
 from gnomon.config.engine import EngineConfig
 from gnomon.config.http import HTTPConfig
 from gnomon.config.kernel import KernelConfig
+from gnomon.config.kv import KvConfig, KvScheme
 from gnomon.config.log import LogConfig, TraceConfig
 from gnomon.config.model import ClientConfig, ModelConfig, Paths
 from gnomon.config.resolve import (
@@ -40,6 +41,8 @@ __all__ = [
     "HTTPConfig",
     "KernelConfig",
     "KiB",
+    "KvConfig",
+    "KvScheme",
     "LogConfig",
     "MiB",
     "ModelConfig",

@@ -14,6 +14,7 @@ from typing import Any, Literal, cast
 from gnomon.config.engine import EngineConfig
 from gnomon.config.http import HTTPConfig
 from gnomon.config.kernel import KernelConfig
+from gnomon.config.kv import KvConfig
 from gnomon.config.log import LogConfig, TraceConfig
 from gnomon.config.model import ClientConfig, ModelConfig, Paths
 from gnomon.config.sampling import SamplingDefaults
@@ -46,6 +47,7 @@ class Config:
     paths: Paths = field(default_factory=Paths)
     log: LogConfig = field(default_factory=LogConfig)
     kernel: KernelConfig = field(default_factory=KernelConfig)
+    kv: KvConfig = field(default_factory=KvConfig)
     trace: TraceConfig = field(default_factory=TraceConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     origins: Mapping[str, Origin] = field(default_factory=dict[str, Origin])
@@ -64,6 +66,7 @@ Group = type[
     | Paths
     | LogConfig
     | KernelConfig
+    | KvConfig
     | TraceConfig
     | SpeculationConfig
 ]
@@ -76,6 +79,7 @@ GROUPS: Mapping[str, Group] = {
     "paths": Paths,
     "log": LogConfig,
     "kernel": KernelConfig,
+    "kv": KvConfig,
     "trace": TraceConfig,
     "speculation": SpeculationConfig,
 }
@@ -88,6 +92,7 @@ SERVE = (
     SpeculationConfig,
     HTTPConfig,
     KernelConfig,
+    KvConfig,
     TraceConfig,
     *COMMON,
 )
@@ -156,10 +161,20 @@ def resolve(args: argparse.Namespace | None = None, environ: Mapping[str, str] |
         raise ConfigError(
             str(origins["kernel.l1"]), "excludes --kernels native: only stock operations equal mlx-lm to the bit"
         )
+    kv = cast("KvConfig", built["kv"])
+    if kernel.l1 and kv.l2:
+        raise ConfigError(str(origins["kv.l2"]), "excludes --l1: one names mlx-optiq as the oracle, the other mlx-lm")
+    _ = kv.scheme  # a scheme that can't be is refused here, with every other value
     notes = (
         *_speculation_notes(cast("SpeculationConfig", built["speculation"]), origins),
         *_unknown_variables(environ),
     )
+    speculation = cast("SpeculationConfig", built["speculation"])
+    if speculation.strict and speculation.draft_model is not None:
+        raise ConfigError(
+            str(origins["speculation.fill"]),
+            f"{speculation.fill} asserts tokens, which excludes --draft-model: take echo",
+        )
     return Config(**cast("dict[str, Any]", built), origins=origins, notes=notes)
 
 

@@ -22,6 +22,7 @@ from gnomon.engine.scheduler import Prepared, Scheduler
 from gnomon.engine.speculation import Speculation
 from gnomon.models.load import LoadedModel
 from gnomon.state.batch_state import BatchState
+from gnomon.state.codecs import Coding
 from gnomon.state.prefix import PrefixCache
 from gnomon.trace import OFF, Phase, Tracer, Value
 
@@ -54,6 +55,7 @@ class Core:
         on_close: Callable[[Job], None],
         *,
         prime: Callable[[BatchState], None] | None = None,
+        coding: Coding | None = None,
         tracer: Tracer = OFF,
     ) -> None:
         self.loaded = loaded
@@ -61,7 +63,7 @@ class Core:
         self.mailbox = mailbox
         self.counters = counters
         self.heart = heart
-        self.runner = Runner(loaded, config, counters, heart, prime)
+        self.runner = Runner(loaded, config, counters, heart, prime, coding)
         self.speculation = speculation
         self.on_close = on_close
         self.tracer = tracer
@@ -393,6 +395,8 @@ class Core:
         under_way = (self.scheduler.long, self.scheduler.short)
         states += [one.prefill.state for one in under_way if one is not None]
         counters.kv_bytes = sum(state.nbytes() for state in states if state is not None)
+        if self.speculation is not None and self.speculation.draft is not None:
+            counters.kv_bytes += self.speculation.draft.nbytes()
         counters.active_rows = self.batch.num_open
         counters.memory = {
             "active_bytes": mx.get_active_memory(),

@@ -18,16 +18,14 @@ from gnomon.propose.strict import Strict
 class Filling:
     """Makes these proposers as the settings say."""
 
-    def __init__(self, config: SpeculationConfig, *, drafts: bool = False) -> None:
-        """`drafts` tells that a draft model guesses too: then nothing is asserted."""
+    def __init__(self, config: SpeculationConfig) -> None:
         self._config = config
-        self._asserts = config.strict and not drafts
 
     @property
     def sources(self) -> Sequence[str]:
         """What may propose, in the order in which it is asked."""
         config = self._config
-        named = (("strict", self._asserts), ("grammar", config.grammar_jump), ("echo", config.echo))
+        named = (("strict", config.strict), ("grammar", config.grammar_jump), ("echo", config.echo))
         return [name for name, wanted in named if wanted]
 
     def proposers(
@@ -39,7 +37,7 @@ class Filling:
         """
         config = self._config
         made: list[Proposer] = []
-        if self._asserts and request.spans is not None and constraint is None and request.sampling.logprobs is None:
+        if config.strict and request.spans is not None and constraint is None and request.sampling.logprobs is None:
             made.append(Strict(request.spans, tokenizer, eos_ids, config.fill_max_span))
         if config.grammar_jump and constraint is not None:
             made.append(Grammar(constraint, config.grammar_draft_tokens))

@@ -65,6 +65,8 @@ class Job:
         self.num_cached = 0
         """Prompt tokens whose state was lent."""
         self.miss: Miss | None = None
+        self.num_processed = 0
+        """Prompt tokens whose state exists."""
         self.num_generated = 0
         self.submitted = time.monotonic()
         self.admitted = 0.0
@@ -100,6 +102,7 @@ class Job:
 
     def tell_progress(self, processed: int) -> None:
         """Raises what the sink raises."""
+        self.num_processed = processed
         if self.open:
             self.sink(Progress(self.request.id, processed, len(self.prompt)))
 
@@ -213,6 +216,12 @@ class Row:
     @property
     def namespace(self) -> str:
         return self.job.request.namespace
+
+    @property
+    def has_processors(self) -> bool:
+        """Whether anything changes the scores before a token is drawn from them."""
+        params = self.job.request.sampling
+        return bool(params.logit_bias or RowSampling(params, 0).penalty_windows)
 
     @property
     def last(self) -> int:

@@ -17,6 +17,7 @@ from gnomon.engine.speculation import MAX_PROPOSALS, Speculation
 from gnomon.engine.step import Stepper
 from gnomon.models.load import LoadedModel
 from gnomon.state.batch_state import BatchState
+from gnomon.state.codecs import Coding
 from gnomon.state.snapshot import RowSnapshot
 
 
@@ -32,7 +33,8 @@ def forked(state: BatchState, row: int) -> BatchState:
 
 
 class Runner:
-    """Makes states, prefills and steppers over one model. `prime` may fill the fresh state of a prompt before its prefill."""
+    """Makes states, prefills and steppers over one model. `prime` may fill the fresh state of a prompt before its prefill; `coding` is
+    how states hold keys and values."""
 
     def __init__(
         self,
@@ -41,12 +43,14 @@ class Runner:
         counters: Counters,
         heart: Heart,
         prime: Callable[[BatchState], None] | None = None,
+        coding: Coding | None = None,
     ) -> None:
         self.loaded = loaded
         self.config = config
         self.counters = counters
         self.heart = heart
         self.prime = prime
+        self.coding = coding
 
     def new_state(self) -> BatchState:
         binding = self.loaded.binding
@@ -56,6 +60,7 @@ class Runner:
             pad_safe=binding.pad_safe,
             slack=MAX_PROPOSALS,
             mask_ndim=binding.mask_ndim,
+            coding=self.coding,
         )
 
     def restored(self, snapshot: RowSnapshot) -> BatchState:
@@ -68,6 +73,7 @@ class Runner:
             pad_safe=binding.pad_safe,
             slack=MAX_PROPOSALS,
             mask_ndim=binding.mask_ndim,
+            coding=self.coding,
         )
 
     def new_prefill(

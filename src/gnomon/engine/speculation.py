@@ -51,7 +51,7 @@ class Speculation:
         self.draft = draft
         self.curve = curve
         self.extra = extra
-        self.filling = Filling(config, drafts=draft is not None)
+        self.filling = Filling(config)
         self.rates = Rates()
         self.depths: dict[int, int] = {}
         """Steps by the depth chosen, over rows that could guess."""
@@ -100,12 +100,15 @@ class Speculation:
         guesses = [self._look(row) for row in rows]
         depth = self._depth(rows, guesses)
         self.depths[depth] = self.depths.get(depth, 0) + 1
-        return depth > 0
+        return depth > 0 or self._is_probe_due(rows, guesses)
 
     def drafts(self, rows: Sequence[Row]) -> list[Sequence[int]]:
         """Each open row's guesses to verify, with everything read back. Fails rows whose proposer raises: they get none."""
         guesses = [self._look(row) for row in rows]
         depth = self._depth(rows, guesses)
+        pays = depth > 0
+        if not pays and self._is_probe_due(rows, guesses):
+            depth = 1
         if not depth:
             return [() for _ in rows]
         guesses = [guess.cut(depth) for guess in guesses]
@@ -115,7 +118,11 @@ class Speculation:
             found = self._ask([rows[b] for b in asked], depth)
             for b, tokens in zip(asked, found, strict=True):
                 constraint = rows[b].constraint
-                drafts[b] = tokens = tokens if constraint is None else tokens[: constraint.num_legal(tokens)]
+                tokens = tokens if constraint is None else tokens[: constraint.num_legal(tokens)]
+                drafts[b] = tokens
+                own = rows[b].guesses
+                if tokens and own is not None:
+                    own.probed(len(rows[b].tokens), pays)
                 guesses[b] = Guess(tokens, self.draft.source, prior=self.draft.prior)
         for row, guess, tokens in zip(rows, guesses, drafts, strict=True):
             if tokens and row.guesses is not None:
@@ -164,12 +171,14 @@ class Speculation:
             return most
         asks = [self._may_draft(row, guess) for row, guess in zip(rows, guesses, strict=True)]
         each = self.draft.cost(sum(asks)) if self.draft is not None and any(asks) else 0.0
-        depth = max(least, best_depth(chances, self.curve, lambda depth: depth * each))
-        for row, ask in zip(rows, asks, strict=True):
-            if ask and row.guesses is not None and len(row.tokens) >= row.guesses.probe_at:
-                row.guesses.probed(len(row.tokens), depth > 0)
-                depth = max(depth, 1)
-        return depth
+        return max(least, best_depth(chances, self.curve, lambda depth: depth * each))
+
+    def _is_probe_due(self, rows: Sequence[Row], guesses: Sequence[Guess]) -> bool:
+        """Whether some row's drafts haven't been tried for long: nothing else tells whether they would be right by now."""
+        return self.curve is not None and any(
+            row.guesses is not None and len(row.tokens) >= row.guesses.probe_at and self._may_draft(row, guess)
+            for row, guess in zip(rows, guesses, strict=True)
+        )
 
     def _ask(self, rows: Sequence[Row], depth: int) -> list[Sequence[int]]:
         draft = self.draft

@@ -7,26 +7,19 @@ import re
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from llguidance import LLMatcher, LLParserLimits
 from llguidance.gbnf_to_lark import any_to_lark
 
 from gnomon.chat.constraint import Constraint
+from gnomon.chat.tools.rules import COMPACT, FLEXIBLE
 from gnomon.grammar.matcher import Matcher, plain
 from gnomon.grammar.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-COMPACT: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-FLEXIBLE: JsonCompileOptions = {
-    "whitespace_flexible": True,
-    "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,80}",
-    "item_separator": ",",
-    "key_separator": ":",
-}
-"""Room to indent, but not endless."""
 EXACT: JsonCompileOptions = {"lenient": False, "coerce_one_of": False}
 LOOSE: JsonCompileOptions = {"lenient": True, "coerce_one_of": True}
 
@@ -100,7 +93,7 @@ def _grammar(constraint: Constraint, exactness: JsonCompileOptions) -> str:
     source = constraint.source
     match constraint.kind:
         case "json":
-            spacing = FLEXIBLE if constraint.any_whitespace else COMPACT
+            spacing = cast("JsonCompileOptions", FLEXIBLE if constraint.any_whitespace else COMPACT)
             try:
                 return LLMatcher.grammar_from_json_schema(source, overrides={**spacing, **exactness})
             except ValueError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 
@@ -50,11 +50,13 @@ class Text(Protocol):
 class BatchProposer(Protocol):
     """Guesses for the rows of a batch at once, with a state of its own on the device. Everything runs on the engine thread.
 
-    An exception leaves its state unusable: `clear` makes it usable again.
+    An exception leaves its state unusable: `clear` makes it usable again. `cost` gives the seconds that one guessed token for each of so
+    many rows takes.
     """
 
     source: str
     prior: float
+    cost: Callable[[int], float]
 
     def propose(self, rows: Sequence[Text], limits: Sequence[int]) -> list[Sequence[int]]:
         """At most `limits[b]` (>= 0) token ids for each row; none for a row whose state has to catch up first."""
@@ -68,6 +70,6 @@ class BatchProposer(Protocol):
         """Forget every row."""
         ...
 
-    def cost(self, num_rows: int) -> float:
-        """Seconds that one guessed token for each of so many rows takes; 0 if unknown."""
+    def nbytes(self) -> int:
+        """Bytes that its states take."""
         ...

@@ -17,7 +17,18 @@ from gnomon.serve.history import History
 from gnomon.serve.limits import TRACE_HEADER, RequestFrame
 from gnomon.serve.metrics import Metrics
 from gnomon.serve.preparation import PreparationPool
-from gnomon.serve.routes import chat_completions, completions, health, messages, metrics, models, responses, root, stats
+from gnomon.serve.routes import (
+    chat_completions,
+    completions,
+    health,
+    messages,
+    metrics,
+    models,
+    responses,
+    root,
+    stats,
+    web,
+)
 from gnomon.serve.services import VERSION, Services, Timing, Vocabulary
 from gnomon.serve.wire.anthropic import MessagesRequest
 from gnomon.serve.wire.chat import ChatRequest
@@ -25,14 +36,14 @@ from gnomon.serve.wire.completions import CompletionRequest
 from gnomon.serve.wire.responses import ResponsesRequest
 from gnomon.trace import OFF, Tracer
 
-ROUTES = (chat_completions, completions, messages, responses, models, root, health, stats, metrics)
+ROUTES = (chat_completions, completions, messages, responses, models, root, health, stats, metrics, web)
 EXPOSED = ("x-request-id", "request-id", TRACE_HEADER, "x-gnomon-tier", volatile.HEADER, "retry-after", "warning")
 
 
 def _endpoints() -> Iterator[str]:
     for module in ROUTES:
         for route in module.router.routes:
-            if isinstance(route, APIRoute):
+            if isinstance(route, APIRoute) and route.include_in_schema:
                 yield from (f"{method} {route.path_format}" for method in route.methods or ())
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gnomon.chat.constraint import FIELDS, Constraint, ConstraintError, from_fields, instruction
-from gnomon.chat.tool_choice import tool_call
+from gnomon.chat.tool_choice import PARAM, Unwritable, tool_call
 from gnomon.engine.api import Unenforceable
 from gnomon.serve.errors import invalid
 from gnomon.serve.services import Services
@@ -28,6 +28,8 @@ class Demand:
     constraint: Constraint | None = None
     warnings: tuple[str, ...] = ()
     instruction: str | None = None
+    calls: bool = True
+    """Whether the answer may hold calls: where it is held to a form alone, what looks like one is none."""
 
     def told(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The conversation with the instruction, if there is one, in its system message."""
@@ -56,21 +58,57 @@ def demand(fields: SamplingFields, services: Services) -> Demand:
         if error.code != "grammar_off" and not wanted.is_sound:
             raise invalid(str(error), wanted.param) from error
         return _unmet(wanted, str(error), enforced=False)
-    return _unmet(wanted, _listed(gaps), enforced=True) if gaps else Demand(wanted)
+    return _unmet(wanted, _listed(gaps), enforced=True) if gaps else Demand(wanted, calls=False)
 
 
 def chat_demand(request: ChatRequest, services: Services) -> Demand:
-    """What a chat request demands: a tool call when it insists on one, which outranks a form of the answer. Raises APIError 400."""
-    if not request.demands_call:
-        return demand(request, services)
-    tools = template_tools(request.tools) or []
-    single = request.parallel_tool_calls is False
+    """What a chat request demands: calls, a form of the answer, or either where it leaves the choice. Raises APIError 400.
+
+    A call that is insisted on outranks a form. Tools that are `strict` have their arguments held to their schemas wherever the model
+    calls them. With a form other than JSON no call can be made.
+    """
+    tools = template_tools(request.offered_tools()) or []
+    strict = any(tool["function"].get("strict") for tool in tools)
+    form = Demand() if request.demands_call else demand(request, services)
+    answer = form.constraint
+    if not request.demands_call and (not tools or (not strict and answer is None)):
+        return form
+    if answer is not None and answer.kind != "json":
+        return form
+    name, single = request.named_tool, request.parallel_tool_calls is False
     try:
-        wanted = tool_call(services.template.tools, tools, name=request.named_tool, single=single)
+        wanted = tool_call(
+            services.template.tools,
+            tools,
+            name=name,
+            required=request.demands_call,
+            single=single,
+            answer=answer,
+            split=services.vocabulary.split,
+        )
         services.engine.compile(wanted)
-    except (ConstraintError, Unenforceable) as error:
+    except Unwritable as error:
+        return _uncalled(form, tools, name, error, error.param, required=request.demands_call)
+    except ConstraintError as error:
         raise invalid(str(error), error.param, "unsupported") from error
-    return Demand(wanted)
+    except Unenforceable as error:
+        return _uncalled(form, tools, name, error, PARAM, required=request.demands_call)
+    return replace(form, constraint=wanted, calls=True)
+
+
+def _uncalled(
+    form: Demand, tools: Sequence[dict[str, Any]], name: str | None, error: Exception, param: str, *, required: bool
+) -> Demand:
+    """What remains of a demand for calls that can't be enforced: to ask the model, and to say so; nothing of `strict` tools."""
+    functions = [tool["function"] for tool in tools if name in (None, tool["function"]["name"])]
+    if any(function.get("strict") for function in functions):
+        raise invalid(f"a tool is strict, but {error}", param, "unsupported") from error
+    if not required:
+        return replace(form, warnings=(*form.warnings, _header(f"no tool can be called: {error}")))
+    logger.info("tool_choice not enforced: %s", error)
+    names = " or ".join(str(function["name"]) for function in functions)
+    asked = f"Answer with a call of {names}."
+    return Demand(None, (_header(f"tool_choice not enforced: {error}"),), asked, calls=True)
 
 
 def _unmet(wanted: Constraint, reason: str, *, enforced: bool) -> Demand:
@@ -78,7 +116,12 @@ def _unmet(wanted: Constraint, reason: str, *, enforced: bool) -> Demand:
         raise invalid(f"{wanted.param} is strict, but {reason}", wanted.param, "unsupported")
     about = "grammar not enforced in full" if enforced else "grammar not enforced"
     logger.info("%s: %s", about, reason)
-    return Demand(wanted if enforced else None, (_header(f"{about}: {reason}"),), instruction(wanted))
+    return Demand(
+        wanted if enforced else None,
+        (_header(f"{about}: {reason}"),),
+        instruction(wanted),
+        calls=not enforced,
+    )
 
 
 def _listed(gaps: Sequence[str]) -> str:

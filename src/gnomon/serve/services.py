@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Protocol, cast
 
 from fastapi import Request
 
+from gnomon.chat.spans import SpanCache
 from gnomon.chat.template import ChatTemplate
 from gnomon.config import HTTPConfig, SamplingDefaults
 from gnomon.engine.api import Engine
@@ -35,6 +36,10 @@ class Vocabulary(Protocol):
 
     def decode(self, ids: Iterable[int], *, hide: bool = ...) -> str:
         """Text of ids; with `hide` false special tokens are written out."""
+        ...
+
+    def split(self, text: str) -> Sequence[str | int]:
+        """Runs of plain text, and the ids of special tokens written between them."""
         ...
 
     def piece(self, token: int) -> str:
@@ -74,6 +79,8 @@ class Services:
     endpoints: tuple[str, ...]
     """Method and path of every route."""
     tracer: Tracer = OFF
+    spans: SpanCache = field(default_factory=SpanCache)
+    """What is settled of calls of the tools that were offered lately."""
     responses: ResponseStore = field(default_factory=ResponseStore)
     started_at: float = field(default_factory=time.time)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gnomon.chat.tools.calls import Calls
-from gnomon.chat.tools.format import ToolFormat
+from gnomon.chat.tools.format import Section, ToolFormat
 from gnomon.chat.tools.reader import Reader, Steps, Unparseable
+from gnomon.chat.tools.rules import Function, Rules
 from gnomon.chat.tools.values import value
 
 SECTION, SECTION_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -51,3 +53,16 @@ class DeepSeek(ToolFormat):
             if (yield from r.took_next(SECTION_END)):
                 return
             going = yield from r.took_next(CALL)
+
+    def section(self, g: Rules, functions: Sequence[Function], *, single: bool) -> Section:
+        """Either generation's form: the model chooses the one it was taught."""
+        each = g.rule(" | ".join(self._call(g, one) for one in functions))
+        call = f"{g.text(CALL)} {each} {g.text(CALL_END)}"
+        more = "" if single else f' ("\\n"? {call})*'
+        return Section(SECTION, f"{call}{more} {g.text(SECTION_END)}")
+
+    def _call(self, g: Rules, function: Function) -> str:
+        name, arguments = function.named(_NAME), g.arguments(function)
+        fence, json = g.text("\n```"), g.text("json\n")
+        plain = f"{g.text(name + SEPARATOR)} {arguments}"
+        return f"{plain} | {g.text(f'function{SEPARATOR}{name}')} {fence} {json} {arguments} {fence}"

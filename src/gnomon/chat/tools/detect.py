@@ -22,7 +22,7 @@ from gnomon.chat.tools.qwen import FUNCTION
 from gnomon.chat.tools.tagged import Tagged
 from gnomon.chat.tools.values import Notation
 
-HARMONY = Harmony(name="harmony", openers=(START, CHANNEL), leading=("to=",))
+HARMONY = Harmony(name="harmony", openers=(START, CHANNEL), leading=("to=",), whole_turn=True)
 KIMI_K3 = KimiK3(name="kimi_k3", openers=(kimi_k3.TOOLS, kimi_k3.CALL), ends_thinking=(kimi_k3.TOOLS,))
 KIMI_K2 = Kimi(name="kimi_k2", openers=(kimi.SECTION, kimi.CALL), ends_thinking=(kimi.SECTION,))
 DEEPSEEK = DeepSeek(name="deepseek", openers=(deepseek.SECTION, deepseek.CALL), ends_thinking=(deepseek.SECTION,))
@@ -31,6 +31,7 @@ DSML = Invoke(
     openers=("<｜DSML｜function_calls>", "<｜DSML｜invoke"),
     close="</｜DSML｜function_calls>",
     prefix="｜DSML｜",
+    declares=True,
     ends_thinking=("<｜DSML｜function_calls>",),
 )
 MINIMAX = Invoke(name="minimax", openers=("<minimax:tool_call>", "<invoke name="), close="</minimax:tool_call>")
@@ -49,14 +50,16 @@ FUNCTION_GEMMA = Gemma(
 )
 LONGCAT = Glm(name="longcat", openers=("<longcat_tool_call>",), close="</longcat_tool_call>", prefix="longcat_")
 GLM = Glm(name="glm", openers=("<tool_call>",), close="</tool_call>")
-SEED = Tagged(name="seed", openers=("<seed:tool_call>", FUNCTION), close="</seed:tool_call>", framing="none")
-QWEN_XML = Tagged(name="qwen_xml", openers=("<tool_call>", FUNCTION), close="</tool_call>")
+SEED = Tagged(
+    name="seed", openers=("<seed:tool_call>", FUNCTION), close="</seed:tool_call>", framing="none", style="elements"
+)
+QWEN_XML = Tagged(name="qwen_xml", openers=("<tool_call>", FUNCTION), close="</tool_call>", style="elements")
 MINICPM = MiniCPM(name="minicpm", openers=("<function name=",))
 MISTRAL = Mistral(name="mistral", openers=(mistral.TOOL_CALLS,))
 PYTHONIC = Pythonic(name="pythonic", openers=("<|tool_call_start|>",), close="<|tool_call_end|>")
-COMMAND = Tagged(name="command", openers=("<|START_ACTION|>",), close="<|END_ACTION|>")
-NEMOTRON = Tagged(name="nemotron", openers=("<TOOLCALL>",), close="</TOOLCALL>")
-GRANITE = Tagged(name="granite", openers=("<|tool_call|>",), close="<|/tool_call|>")
+COMMAND = Tagged(name="command", openers=("<|START_ACTION|>",), close="<|END_ACTION|>", style="list")
+NEMOTRON = Tagged(name="nemotron", openers=("<TOOLCALL>",), close="</TOOLCALL>", style="list")
+GRANITE = Tagged(name="granite", openers=("<|tool_call|>",), close="<|/tool_call|>", style="list")
 JSON = Tagged(name="json", openers=("<tool_call>",), close="</tool_call>")
 LLAMA = Llama(name="llama", openers=(llama.PYTHON_TAG, llama.PYTHON_START), leading=("{", "["))
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gnomon.chat.tools.calls import Calls
-from gnomon.chat.tools.format import ToolFormat
-from gnomon.chat.tools.parameters import Arguments
+from gnomon.chat.tools.format import Section, ToolFormat
+from gnomon.chat.tools.parameters import Arguments, written
 from gnomon.chat.tools.reader import Reader, Steps, Unparseable
+from gnomon.chat.tools.rules import NEWLINE, Function, Inexpressible, Rules, spelt
+from gnomon.chat.tools.schema import STRING
 
 _INSIDE = re.compile(r"[^<>]+")
+_NAME = re.compile(r"[^<>\"\s]+")
 _ATTRIBUTE = re.compile(r"""(\w+)\s*=\s*(?:"([^"]*)"|'([^']*)'|([^\s"'>]+))""")
 
 
@@ -31,6 +35,8 @@ class Invoke(ToolFormat):
 
     close: str
     prefix: str = ""
+    declares: bool = False
+    """Whether parameters say with the attribute whether they are strings."""
 
     def parse(self, r: Reader, calls: Calls) -> Steps[None]:
         tagged = yield from r.took(self.openers[0])
@@ -58,3 +64,29 @@ class Invoke(ToolFormat):
             if (yield from r.took_next(self.close)):
                 return
             going = yield from r.took_next(invoke)
+
+    def section(self, g: Rules, functions: Sequence[Function], *, single: bool) -> Section:
+        call = g.rule(" | ".join(self._call(g, one) for one in functions))
+        more = "" if single else f" ({call})*"
+        return Section(self.openers[0], f"{NEWLINE} {call}{more} {g.text(self.close)}")
+
+    def _call(self, g: Rules, function: Function) -> str:
+        end = f"</{self.prefix}parameter>"
+
+        def write(name: str) -> str:
+            head = f'<{self.prefix}parameter name="{spelt(function, name, _NAME)}"'
+            return f"{self._value(g, function, name, head, end)} {NEWLINE}"
+
+        head = g.text(f'<{self.prefix}invoke name="{function.named(_NAME)}">\n')
+        return f"{head} {g.each(function, write)} {g.text(f'</{self.prefix}invoke>')} {NEWLINE}"
+
+    def _value(self, g: Rules, function: Function, name: str, head: str, end: str) -> str:
+        if not self.declares:
+            return written(g, function, name, f"{head}>", end)
+        yes, no = (f' string="{word}">' for word in ("true", "false"))
+        if function.types(name) == STRING:
+            try:
+                return f"{g.text(head + yes)} {g.strings(function, name, end)}"
+            except Inexpressible:
+                pass  # as JSON it is said in full
+        return f"{g.text(head + no)} {g.value(function, name)} {g.text(end)}"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 from gnomon.chat.tools.calls import Calls
 from gnomon.chat.tools.reader import Reader, Sink, Steps, Unparseable
+from gnomon.chat.tools.rules import Function, Rules
 from gnomon.chat.tools.values import converted, held_string, value
 
 NAMES = ("name", "tool_name", "function")
@@ -117,3 +120,9 @@ def closed(r: Reader, close: str) -> Steps[bool]:
         return True
     r.rewind()
     return False
+
+
+def call_rule(g: Rules, function: Function, *, arguments: str = "arguments", end: str = "") -> str:
+    """The grammar of one call as an object with its name first; `end` is an expression for further keys."""
+    head = f'{{"name": {json.dumps(function.name, ensure_ascii=False)}, "{arguments}": '
+    return f'{g.text(head)} {g.arguments(function)} {end} "}}"'

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gnomon.chat.tools.calls import Calls
-from gnomon.chat.tools.format import ToolFormat
+from gnomon.chat.tools.format import Section, ToolFormat
 from gnomon.chat.tools.reader import Reader, Steps, Unparseable
+from gnomon.chat.tools.rules import Function, Rules
 from gnomon.chat.tools.values import value
 
 SECTION, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
@@ -44,3 +46,14 @@ class Kimi(ToolFormat):
             if tagged and (yield from r.took_next(SECTION_END)):
                 return
             going = yield from r.took_next(CALL)
+
+    def section(self, g: Rules, functions: Sequence[Function], *, single: bool) -> Section:
+        ids = g.rule("/[0-9]+/")
+        each = g.rule(
+            " | ".join(
+                f"{g.text(f'functions.{one.named(_ID)}:')} {ids} {g.text(ARGUMENTS)} {g.arguments(one)}"
+                for one in functions
+            )
+        )
+        call = g.rule(f"{g.text(CALL)} {each} {g.text(CALL_END)}")
+        return Section(SECTION, f"{call}{'' if single else '+'} {g.text(SECTION_END)}")

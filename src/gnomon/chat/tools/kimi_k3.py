@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gnomon.chat.tools.calls import Calls
-from gnomon.chat.tools.format import ToolFormat
+from gnomon.chat.tools.format import Section, ToolFormat
 from gnomon.chat.tools.parameters import Arguments
 from gnomon.chat.tools.reader import Reader, Steps, Unparseable
+from gnomon.chat.tools.rules import Function, Inexpressible, Rules, spelt
+from gnomon.chat.tools.schema import STRING
 from gnomon.chat.tools.values import value
 
 OPEN, CLOSE, SEP = "<|open|>", "<|close|>", "<|sep|>"
 TOOLS, CALL, ARGUMENT, OBJECT = f"{OPEN}tools{SEP}", f"{OPEN}call", f"{OPEN}argument", f"{OPEN}json"
 CALL_END, ARGUMENT_END = f"{CLOSE}call{SEP}", f"{CLOSE}argument{SEP}"
 
+_NAME = re.compile(r"[^<>\"&\s]+")
+_INDEX = r'/( index="[0-9]+")?/'
 _ATTRIBUTE = re.compile(r'(\w+)="([^"]*)"')
 
 
@@ -45,6 +50,22 @@ class KimiK3(ToolFormat):
                 return
             going = yield from r.took_next(CALL)
 
+    def section(self, g: Rules, functions: Sequence[Function], *, single: bool) -> Section:
+        call = g.rule(" | ".join(_call(g, one) for one in functions))
+        return Section(TOOLS, f"{call}{'' if single else '+'} {g.text(f'{CLOSE}tools{SEP}')}")
+
+    def turn(
+        self, g: Rules, functions: Sequence[Function], *, required: bool, single: bool, answer: str | None = None
+    ) -> str:
+        """What is said stands in an element of its own, ahead of the calls; the message's own end may be written."""
+        section = self.section(g, functions, single=single)
+        calls = f"{g.text(TOOLS)} {section.body}"
+        end = f"({g.text(f'{CLOSE}message{SEP}')})?"
+        if required:
+            return f"{calls} {end}"
+        said = f"{g.text(f'{OPEN}response{SEP}')} {answer or g.free()} {g.text(f'{CLOSE}response{SEP}')}"
+        return f"(({said})? {calls} | {said}) {end}" if answer is None else f"({calls} | {said}) {end}"
+
 
 def _object(r: Reader, calls: Calls, name: str) -> Steps[None]:
     yield from _attributes(r)
@@ -70,3 +91,24 @@ def _each(r: Reader, calls: Calls, name: str) -> Steps[None]:
     yield from r.space()
     yield from r.expect(CALL_END)
     arguments.end()
+
+
+def _call(g: Rules, function: Function) -> str:
+    end = f'"{SEP}'
+
+    def write(name: str) -> str:
+        head = f'{ARGUMENT} key="{spelt(function, name, _NAME)}" type="'
+        types = function.types(name)
+        if types == STRING:
+            try:
+                return f"{g.text(f'{head}string{end}')} {g.strings(function, name, ARGUMENT_END)}"
+            except Inexpressible:
+                pass  # as JSON it is said in full
+        kinds = sorted({"number" if kind == "integer" else kind for kind in types - {"string"}}) or ["object"]
+        return f"{g.text(head)} {g.one_of(kinds)} {g.text(end)} {g.value(function, name)} {g.text(ARGUMENT_END)}"
+
+    tool = g.text(f'{CALL} tool="{function.named(_NAME)}"')
+    head = f"{tool} {g.rule(_INDEX)} {g.text(SEP)}"
+    if not function.flat:
+        return f"{head} {g.text(f'{OBJECT}{SEP}')} {g.arguments(function)} {g.text(f'{CLOSE}json{SEP}{CALL_END}')}"
+    return f"{head} {g.each(function, write)} {g.text(CALL_END)}"

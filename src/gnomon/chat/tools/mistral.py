@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gnomon.chat.tools.calls import Calls, nine_characters
-from gnomon.chat.tools.format import ToolFormat
-from gnomon.chat.tools.json_calls import call_list
+from gnomon.chat.tools.format import Section, ToolFormat
+from gnomon.chat.tools.json_calls import call_list, call_rule
 from gnomon.chat.tools.reader import Reader, Steps, Unparseable
+from gnomon.chat.tools.rules import Function, Rules
 from gnomon.chat.tools.values import value
 
 TOOL_CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 
+_WRITTEN_ID = "/[A-Za-z0-9]{9}/"
 _NAME = re.compile(r"[\w.:/-]+")
 
 
@@ -40,6 +43,18 @@ class Mistral(ToolFormat):
                 return
             r.unpin()
             yield from _named(r, calls, name)
+
+    def section(self, g: Rules, functions: Sequence[Function], *, single: bool) -> Section:
+        """Names and arguments where the vocabulary has the token between them, and else a list."""
+        if g.special(ARGS):
+            id = f"({g.text(CALL_ID)} {g.rule(_WRITTEN_ID)})?"
+            named = (f"{g.text(one.named(_NAME))} {id} {g.text(ARGS)} {g.arguments(one)}" for one in functions)
+            return Section(TOOL_CALLS, g.rule(" | ".join(named)), '""')
+        head, tail = g.text(', "id": "'), g.text('"')
+        end = f"({head} {g.rule(_WRITTEN_ID)} {tail})?"
+        each = g.rule(" | ".join(call_rule(g, one, end=end) for one in functions))
+        more = "" if single else f' (", " {each})*'
+        return Section(TOOL_CALLS, f'" "? "[" {each}{more} "]"')
 
 
 def _named(r: Reader, calls: Calls, name: str) -> Steps[None]:

@@ -7,11 +7,13 @@ import math
 from typing import Literal
 
 from gnomon.chat.tools.calls import Calls
+from gnomon.chat.tools.rules import Function, Rules, inexact
 from gnomon.chat.tools.values import NUMBER, converted, escaped
 
 Framing = Literal["none", "newline", "space"]
 Undeclared = Literal["string", "json"]
 
+BOOLEAN = frozenset({"boolean"})
 _YES = frozenset({"true", "1", "yes", "on"})
 _NO = frozenset({"false", "0", "no", "off"})
 _NOTHING = frozenset({"null", "none", "nil"})
@@ -101,6 +103,37 @@ class ParameterValue:
             self._calls.write('"')
         else:
             self._calls.write(typed("".join(self._text), self._types))
+
+
+def written(
+    g: Rules, function: Function, name: str, head: str, close: str, framing: Framing = "none", free: str | None = None
+) -> str:
+    """The grammar of one parameter as `Arguments` reads it: `head`, its text, `close`. Raises Inexpressible.
+
+    `free` is an expression for any string with its `close`, where that isn't simply all up to it.
+    """
+    types = function.types(name)
+    frame = "\n" if framing == "newline" else ""
+    if types and types <= {"string", "null"}:
+        text = g.strings(function, name, close, frame=frame, free=free, fits=_unframed if framing == "space" else _any)
+    elif "string" in types:
+        # What looks like a number or an array would be read as one.
+        if function.exact:
+            raise inexact(function, name)
+        text = free or g.until(close)
+    elif types == BOOLEAN:
+        text = f"{g.one_of(('true', 'false', 'True', 'False'))} {g.text(frame + close)}"
+    else:
+        text = f"{g.value(function, name)} {g.text(frame + close)}"
+    return f"{g.text(head + frame)} {text}"
+
+
+def _unframed(text: str) -> bool:
+    return text == text.strip()
+
+
+def _any(_: str) -> bool:
+    return True
 
 
 def typed(text: str, types: frozenset[str]) -> str:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gnomon.chat.tools.calls import Calls
-from gnomon.chat.tools.format import ToolFormat
+from gnomon.chat.tools.format import Section, ToolFormat
 from gnomon.chat.tools.json_calls import call_list
+from gnomon.chat.tools.parameters import BOOLEAN
 from gnomon.chat.tools.reader import Reader, Steps, Unparseable
+from gnomon.chat.tools.rules import Function, Rules, spelt
 from gnomon.chat.tools.values import PYTHON, value
 
 _NAME = re.compile(r"[\w.-]+")
 _KEYWORD = re.compile(r"\w+")
+_WORDS = {BOOLEAN: ("True", "False", "true", "false"), frozenset({"null"}): ("None", "null")}
 
 
 def call_expression(r: Reader, calls: Calls, *, bare: bool = False) -> Steps[None]:
@@ -64,6 +68,22 @@ def expression_list(r: Reader, calls: Calls, *, bare: bool = False) -> Steps[Non
     yield from r.took_next("]")
 
 
+def list_rule(g: Rules, functions: Sequence[Function], *, single: bool) -> str:
+    """The grammar of a list of calls."""
+    each = g.rule(" | ".join(_expression(g, one) for one in functions))
+    more = "" if single else f' (", " {each})*'
+    return f'"[" {each}{more} "]"'
+
+
+def _expression(g: Rules, function: Function) -> str:
+    def write(name: str) -> str:
+        words = _WORDS.get(function.types(name))
+        value = g.one_of(words) if words else g.value(function, name)
+        return f"{g.text(f'{spelt(function, name, _KEYWORD)}=')} {value}"
+
+    return f'{g.text(f"{function.named(_NAME)}(")} {g.each(function, write, ", ")} ")"'
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pythonic(ToolFormat):
     """The list between two tags."""
@@ -75,3 +95,6 @@ class Pythonic(ToolFormat):
         yield from r.space()
         yield from expression_list(r, calls)
         yield from r.took_next(self.close)
+
+    def section(self, g: Rules, functions: Sequence[Function], *, single: bool) -> Section:
+        return Section(self.openers[0], f"{list_rule(g, functions, single=single)} {g.text(self.close)}")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 
 from gnomon.chat.tools.calls import Calls
-from gnomon.chat.tools.parameters import Arguments, Framing
+from gnomon.chat.tools.parameters import Arguments, Framing, written
 from gnomon.chat.tools.reader import Reader, Steps, Unparseable
+from gnomon.chat.tools.rules import NEWLINE, Function, Rules, spelt
 
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
@@ -41,3 +42,14 @@ def function_element(
     if not (yield from r.took(FUNCTION_END)) and not (yield from r.stands(outer_end)):
         raise Unparseable((yield from r.unexpected(repr(FUNCTION_END))))
     arguments.end()
+
+
+def element_rule(g: Rules, function: Function, framing: Framing) -> str:
+    """The grammar of one call. Raises Inexpressible."""
+
+    def write(name: str) -> str:
+        head = f"{PARAMETER}{spelt(function, name, _KEY)}>"
+        return f"{written(g, function, name, head, PARAMETER_END, framing)} {NEWLINE}"
+
+    head = g.text(f"{FUNCTION}{function.named(_NAME)}>\n")
+    return f"{head} {g.each(function, write)} {g.text(FUNCTION_END)}"

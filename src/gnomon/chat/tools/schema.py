@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
+STRING = frozenset({"string"})
+"""The types of a parameter that is a string and nothing else."""
 MAX_DEPTH = 32
 """Schemas within schemas that are followed to find a parameter's types."""
 
@@ -55,7 +57,7 @@ def _types(part: Any, root: Mapping[str, Any], followed: set[str], left: int) ->
         if reference in followed:
             return frozenset()
         followed.add(reference)
-        return _types(_resolve(reference, root), root, followed, left - 1)
+        return _types(resolve(reference, root), root, followed, left - 1)
     declared = schema.get("type")
     found: set[str] = {declared} if isinstance(declared, str) else set()
     if isinstance(declared, list):
@@ -77,7 +79,8 @@ def kind_of(value: Any) -> str:
     return next(name for kind, name in _KINDS if isinstance(value, kind))
 
 
-def _resolve(reference: str, root: Mapping[str, Any]) -> Any:
+def resolve(reference: str, root: Mapping[str, Any]) -> Any:
+    """What a JSON pointer leads to; an empty mapping where it leads nowhere."""
     found: Any = root
     for step in reference[2:].split("/"):
         found = _mapping(found).get(step.replace("~1", "/").replace("~0", "~"))

@@ -105,7 +105,10 @@ def plan(request: ChatRequest, services: Services, trace_id: str, name: str) -> 
         trace_id=trace_id,
         boundary=boundary_of(rendered, ids),
         constraint=form.constraint,
-        thinking=template.thinking(rendered) if form.constraint is not None else None,
+        thinking=template.thinking(rendered) if form.constraint is not None and not form.constraint.turn else None,
+        spans=services.spans.get(template, tools, decode_all(services), rendered.generation_prompt, kwargs)
+        if model.asserts_calls and tools and form.constraint is None and logprobs is None
+        else None,
     )
     job = Job(
         id=name,
@@ -117,15 +120,18 @@ def plan(request: ChatRequest, services: Services, trace_id: str, name: str) -> 
         warnings=((NO_FORMAT,) if tools and template.tools is None else ()) + form.warnings,
         moved=moved,
     )
-    # An answer held to a form may look like a call and is none.
-    allowed = tools if form.constraint is None or request.demands_call else None
     return ChatJob(
         job,
         rendered.text,
         lambda: template.splitter(rendered.generation_prompt),
-        extractor_for(template.tools, allowed, single=request.parallel_tool_calls is False),
+        extractor_for(template.tools, tools if form.calls else None, single=request.parallel_tool_calls is False),
         logprobs is not None,
     )
+
+
+def decode_all(services: Services) -> Callable[[Sequence[int]], str]:
+    """The text of ids with special tokens written out."""
+    return lambda ids: services.vocabulary.decode(ids, hide=False)
 
 
 def start(prepared: ChatJob, services: Services, endpoint: str, prompt_field: str) -> Generation:
