@@ -17,8 +17,9 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from engine_fixtures import EOS_ID, Rig, tiny_engine, tiny_loaded, tiny_model, tiny_tokenizer
 from gnomon.config import EngineConfig
+from gnomon.engine import core
 from gnomon.engine.api import ChoiceFinished, Delta, Failed, Finished, Request, SamplingParams, Usage
-from gnomon.engine.budget import Budget
+from gnomon.engine.budget import Budget, ceiling
 from gnomon.engine.reuse import cache_bytes
 from gnomon.models.fit import Needs
 from gnomon.state.prefix import PrefixCache, block
@@ -138,6 +139,23 @@ def test_a_prompt_still_in_prefill_lends_its_whole_blocks() -> None:
     rig.submit(Request("short", (*prompt[:520], 5, 6), max_tokens=2))
     rig.finish()
     assert usage(rig, "short").cached_tokens == 512
+
+
+def test_an_answer_under_way_lends_its_whole_blocks() -> None:
+    """Not its last tokens: those come when it has ended."""
+    rig, prompt = rig_of(), tokens_of(200)
+    rig.submit(Request("long", prompt, max_tokens=400, ignore_eos=True))
+    while len(rig.ids("long")) < 330:
+        rig.turn()
+    answer = rig.ids("long")
+    rig.submit(Request("branch", (*prompt, *answer[:325], 5, 6), max_tokens=2))
+    while rig.events["branch"] == [] or not isinstance(rig.events["branch"][-1], Finished):
+        rig.turn()
+    assert "long" in rig.core.jobs
+    assert usage(rig, "branch").cached_tokens == 512
+    rig.finish()
+    ask(rig, "later", (*prompt, *answer[:325], 7, 8))
+    assert usage(rig, "later").cached_tokens == 525
 
 
 def usage_of_prefill(rig: Rig) -> int:
@@ -321,6 +339,35 @@ def test_the_cache_gives_way_to_requests_under_a_memory_budget() -> None:
     rig.finish()
     assert rig.core.reuse.stats()["allowed_bytes"] == limit
     assert ask(rig, "d", tokens_of(300)) == first
+
+
+@pytest.mark.parametrize("prompt", [40, 200])
+def test_the_cache_gives_way_when_memory_runs_short(prompt: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen after a window of prefill, and every so many steps. What is asked for meanwhile is answered as ever."""
+    monkeypatch.setattr(core, "CLEAR_CACHE_STEPS", 8)
+    expected = ask(rig_of(prompt_cache=0), "b", tokens_of(prompt, seed=1), tokens=20)
+    rig = rig_of()
+    ask(rig, "a", tokens_of(300))
+    held = rig.core.reuse.stats()["bytes"]
+    rig.core.ceiling = mx.get_active_memory() - held // 2
+    rig.submit(Request("b", tokens_of(prompt, seed=1), max_tokens=20, ignore_eos=True))
+    while len(rig.ids("b")) < 12:
+        rig.turn()
+    stats = rig.core.reuse.stats()
+    assert stats["bytes"] < held
+    assert stats["reclaims"] >= 1
+    assert stats["allowed_bytes"] == stats["max_bytes"]
+    rig.finish()
+    assert rig.ids("b") == expected
+    rig.core.ceiling = 1 << 60
+    ask(rig, "c", tokens_of(300))
+    ask(rig, "d", tokens_of(300))
+    assert usage(rig, "d").cached_tokens == 299
+
+
+def test_the_ceiling_is_a_share_of_the_device_or_of_the_operators_limit() -> None:
+    assert ceiling(1000) == 850
+    assert 0 < ceiling(None) == ceiling(1 << 60)
 
 
 def test_memory_grows_by_what_the_cache_says_it_holds() -> None:

@@ -208,7 +208,7 @@ class FakeEngine:
             self.open.pop(job.request.id, None)
             self._idle.notify_all()
 
-    def cancel(self, request_id: str) -> None:
+    def cancel(self, request_id: str, *, answered: bool = False) -> None:
         job = self.open.get(request_id)
         if job is not None:
             job.cancel()

@@ -62,6 +62,7 @@ def test_root_names_every_endpoint(client: TestClient) -> None:
     assert body["version"]
     assert body["endpoints"] == [
         "DELETE /v1/responses/{response_id}",
+        "GET /engine",
         "GET /health",
         "GET /metrics",
         "GET /stats",

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from gnomon.chat.constraint import Constraint
-from gnomon.engine.api import ChoiceFinished, Delta, Engine, Event, Health, ModelInfo, Request, Sink
+from gnomon.engine.api import ChoiceFinished, Delta, Engine, Event, Health, ModelInfo, Replayed, Request, Sink
 
 log = logging.getLogger("gnomon.prompts")
 
@@ -35,6 +35,8 @@ class PromptLog:
         def heard(event: Event) -> None:
             if isinstance(event, Delta):
                 texts[event.index].append(event.text)
+            elif isinstance(event, Replayed):
+                texts[event.index] += [delta.text for delta in event.deltas]
             elif isinstance(event, ChoiceFinished):
                 text = "".join(texts.pop(event.index, ()))
                 log.info("answer %d (%s): %s", event.index, event.reason, text, extra=about)
@@ -51,8 +53,8 @@ class PromptLog:
     def compile(self, constraint: Constraint) -> Sequence[str]:
         return self._engine.compile(constraint)
 
-    def cancel(self, request_id: str) -> None:
-        self._engine.cancel(request_id)
+    def cancel(self, request_id: str, *, answered: bool = False) -> None:
+        self._engine.cancel(request_id, answered=answered)
 
     def health(self) -> Health:
         return self._engine.health()

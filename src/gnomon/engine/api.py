@@ -79,6 +79,8 @@ class Request:
     thinking: Thinking | None = None
     spans: ToolSpans | None = None
     """What tools and template settle of its tool calls: asserted where the engine does that."""
+    text: str | None = None
+    """The text that the prompt was made of, where it was: the same text may come as other ids another time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +198,15 @@ class Delta:
 
 
 @dataclass(frozen=True, slots=True)
+class Replayed:
+    """What an interrupted generation had delivered, once more, when the identical request goes on with it: one delta per token or so."""
+
+    request_id: str
+    index: int
+    deltas: tuple[Delta, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ChoiceFinished:
     """A choice ended. `stop` is the stop string that matched, if one did."""
 
@@ -215,15 +226,17 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Last event of a request that failed. `fatal` tells that the engine itself can't go on."""
+    """Last event of a request that failed. `fatal` tells that the engine itself can't go on, `refusal` what `submit` would have raised
+    had the engine been there to ask."""
 
     request_id: str
     message: str
     code: str = "engine_error"
     fatal: bool = False
+    refusal: EngineError | None = None
 
 
-Event = Progress | Delta | ChoiceFinished | Finished | Failed
+Event = Progress | Delta | Replayed | ChoiceFinished | Finished | Failed
 Sink = Callable[[Event], None]
 """Called on the engine thread: it must not block and must not raise."""
 
@@ -300,8 +313,11 @@ class Engine(Protocol):
         """Make ready to enforce a constraint, on the caller's thread; what of it would not be enforced. Raises `Unenforceable`."""
         ...
 
-    def cancel(self, request_id: str) -> None:
-        """Stop a request at the next chunk or step. Unknown ids are ignored. The sink still gets its last event."""
+    def cancel(self, request_id: str, *, answered: bool = False) -> None:
+        """Stop a request at the next chunk or step. Unknown ids are ignored. The sink still gets its last event.
+
+        `answered` tells that the client has all it wants: nothing is kept to go on with.
+        """
         ...
 
     def health(self) -> Health: ...

@@ -11,10 +11,11 @@ import mlx.core as mx
 from gnomon.chat.tokenizer import Tokenizer
 from gnomon.config import EngineConfig
 from gnomon.engine.batch import Batch
-from gnomon.engine.budget import Budget
+from gnomon.engine.budget import Budget, ceiling
 from gnomon.engine.counters import Counters
 from gnomon.engine.heart import Heart
 from gnomon.engine.mailbox import Cancel, Mailbox, Stop, Submit
+from gnomon.engine.resume import Store
 from gnomon.engine.reuse import Reuse, cache_bytes
 from gnomon.engine.row import Job, Row
 from gnomon.engine.runner import Runner, forked
@@ -57,6 +58,7 @@ class Core:
         prime: Callable[[BatchState], None] | None = None,
         coding: Coding | None = None,
         tracer: Tracer = OFF,
+        saves: Store | None = None,
     ) -> None:
         self.loaded = loaded
         self.tokenizer = tokenizer
@@ -66,10 +68,12 @@ class Core:
         self.runner = Runner(loaded, config, counters, heart, prime, coding)
         self.speculation = speculation
         self.on_close = on_close
+        self.saves = saves
         self.tracer = tracer
         self.eos_ids = frozenset({*loaded.eos_token_ids, *tokenizer.eos_ids})
         binding = loaded.binding
         self.budget = budget
+        self.ceiling = ceiling(config.memory_budget)
         size = cache_bytes(config.prompt_cache, budget)
         cache = PrefixCache(size, config.cache_retention) if size else None
         self.reuse = Reuse(self.runner, cache, lambda ids: tokenizer.decode(ids, hide=False))
@@ -80,7 +84,7 @@ class Core:
             new_prefill=self.reuse.new_prefill,
             has_memory=self.has_memory,
             num_cached=self.reuse.num_cached,
-            may_join=self.reuse.may_join,
+            may_join=self.may_join,
         )
         self.jobs: dict[str, Job] = {}
         """Open requests that reached this thread."""
@@ -119,10 +123,10 @@ class Core:
                 case Submit(job):
                     self.jobs[job.request.id] = job
                     self.scheduler.waiting.append(job)
-                case Cancel(request_id):
+                case Cancel(request_id, answered):
                     # Unknown ids are those of requests that have ended.
                     if job := self.jobs.get(request_id):
-                        job.cancel()
+                        job.cancel(answered=answered)
                         self.reap()
                         # Without open requests there is no further turn that would give the rows back.
                         if not self.jobs:
@@ -146,11 +150,17 @@ class Core:
         self.reuse.allow(left)
         return True
 
+    def may_join(self, job: Job, group: Sequence[Job]) -> bool:
+        """Whether a prompt may share the window of a group: nothing is lost that reuse would save, and its scores fit."""
+        together = ((len(one.prompt) - self.reuse.num_cached(one), len(one.prompt)) for one in (job, *group))
+        return self.runner.workspace.has_room(together) and self.reuse.may_join(job, group)
+
     def prefill(self) -> None:
         """Advance one preparation by one window."""
         preparation = self.scheduler.next_preparation()
         if preparation is None:
             return
+        self.stepper.disturbed()
         jobs, prefill = preparation.jobs, preparation.prefill
         begun, tokens = time.monotonic(), 0 if prefill.finished else prefill.num_tokens
         try:
@@ -164,6 +174,7 @@ class Core:
             if not any(job.open for job in jobs):
                 self.runner.probe()
             return
+        self.relieve()
         if tokens and self.tracer.enabled:
             memory = {"activeBytes": mx.get_active_memory(), "peakBytes": mx.get_peak_memory()}
             self.trace(jobs, "prefill", begun, tokens=tokens, **memory)
@@ -215,17 +226,53 @@ class Core:
             self.rebuild(error)
         seconds = time.perf_counter() - begun
         counters.decode.add(counters.generated_tokens - tokens, seconds)
+        self.grown()
         if stepped:
             counters.step(rows, seconds)
             self.trace(running, "step", started, rows=rows)
         if stepped and counters.steps % CLEAR_CACHE_STEPS == 0:
             mx.clear_cache()
+            self.relieve()
+
+    def relieve(self) -> None:
+        """What is kept for reuse gives way when memory runs short. No request is refused for it."""
+        excess = mx.get_active_memory() - self.ceiling
+        if excess > 0:
+            self.reuse.shed(excess)
+
+    def grown(self) -> None:
+        """Rows have further tokens: lend and save what is due."""
+        batch, saves = self.batch, self.saves
+        for b, row in enumerate(batch.rows):
+            if row.open and batch.state is not None:
+                self.reuse.grown(row, batch.state, b)
+                slot = row.job.slot
+                if saves is not None and slot is not None and len(row.tokens) - row.num_saved >= saves.every:
+                    row.num_saved = len(row.tokens)
+                    saves.save(slot, row.record(slot.key))
+
+    def settle(self, job: Job) -> None:
+        """Keep what a request came to that was interrupted, or forget what was saved of it.
+
+        A request that failed for a reason of its own would fail again where it goes on.
+        """
+        saves, slot = self.saves, job.slot
+        if saves is None or slot is None:
+            return
+        if job.fatal or (job.cancelled and not job.answered):
+            row = job.rows[0] if job.rows else None
+            if row is not None and len(row.tokens) >= saves.every and len(row.tokens) > row.num_saved:
+                saves.save(slot, row.record(slot.key))
+            saves.keep(slot)
+        else:
+            saves.remove(slot)
 
     def reap(self) -> None:
         """Say goodbye to requests that ended."""
         for job in [job for job in self.jobs.values() if not job.open]:
             del self.jobs[job.request.id]
             self.counters.ended(job)
+            self.settle(job)
             self.reuse.ended(job)
             self.trace_end(job)
             self.on_close(job)
@@ -308,7 +355,7 @@ class Core:
             if job.open:
                 job.num_cached, job.miss = 0, None
                 try:
-                    prefill = self.runner.prefill_alone(job.prompt)
+                    prefill = self.runner.prefill_alone(job.feed)
                 except Exception as own:  # noqa: BLE001  (this request alone was in the window)
                     job.fail(own)
                 else:

@@ -17,6 +17,7 @@ from gnomon.chat.tokenizer import Tokenizer
 from gnomon.config import EngineConfig, KernelConfig, KvScheme, SpeculationConfig
 from gnomon.engine import admission, stats
 from gnomon.engine.api import (
+    EngineError,
     EngineUnavailable,
     Event,
     Failed,
@@ -38,6 +39,7 @@ from gnomon.engine.counters import Counters
 from gnomon.engine.drafting import check_draft, check_tokenizers, open_speculation
 from gnomon.engine.heart import Heart
 from gnomon.engine.mailbox import Cancel, Mailbox, Stop, Submit
+from gnomon.engine.resume import Record, Slot, Store, claim, files_of
 from gnomon.engine.row import Job
 from gnomon.engine.runner import DeviceFailed, Runner
 from gnomon.engine.sampling import fresh_seed
@@ -67,7 +69,7 @@ class Engine:
     `load`, `load_draft`, `propose` and `prime` run on that thread; `prime` may fill the fresh state of a prompt before its prefill. What
     steps cost is kept in the directory `measurements`. `on_failure`
     is called from it, once, after every open request has heard `Failed`, when the engine can't go on: the host process should
-    then exit non-zero.
+    then exit non-zero. `saves` is where running generations are saved; the engine closes it at its end.
     """
 
     def __init__(
@@ -87,7 +89,10 @@ class Engine:
         kernels: KernelConfig | None = None,
         kernel_cache: Path | None = None,
         kv: KvScheme | None = None,
+        saves: Store | None = None,
     ) -> None:
+        self.saves = saves
+        self._identity = ""
         self.config = config or EngineConfig()
         self._kernel_config = kernels or KernelConfig(kernels="stock")
         self._kernel_cache = kernel_cache
@@ -147,11 +152,38 @@ class Engine:
         Raises `InvalidRequest`, `QueueFull` or `EngineUnavailable`; then nothing was started.
         """
         model, budget = self.model, self._budget
+        grammar = None if request.constraint is None else self._grammar(request.constraint)
+        slot, record = None, None
+        if self.saves is not None:
+            request, slot, record = claim(
+                self.saves, request, self._identity, self.tokenizer, model.vocab_size, grammar
+            )
+        try:
+            self._submit(request, sink, model, budget, grammar, slot, record)
+        except EngineError:
+            if self.saves is not None and slot is not None:
+                self.saves.keep(slot)
+            raise
+        if record is not None and self.saves is not None:
+            self.saves.tell_resumed(record)
+            log.info("request %s goes on after %d tokens of an interrupted answer", request.id, len(record.tokens))
+
+    def _submit(
+        self,
+        request: Request,
+        sink: Sink,
+        model: ModelInfo,
+        budget: Budget | None,
+        grammar: Compiled | None,
+        slot: Slot | None,
+        record: Record | None,
+    ) -> None:
         in_memory = budget.max_context(max(1, request.n)) if budget is not None else None
         limit = admission.token_limit(request, model, self.config.context_limit, in_memory)
         seed = request.sampling.seed
-        grammar = None if request.constraint is None else self._grammar(request.constraint)
-        job = Job(request, sink, limit, fresh_seed() if seed is None else seed, grammar, tier=model.tier)
+        if seed is None:
+            seed = fresh_seed() if record is None else record.seed
+        job = Job(request, sink, limit, seed, grammar, tier=model.tier, slot=slot, record=record)
         with self._lock:
             self._refuse_if_closed()
             if request.id in self._open:
@@ -184,9 +216,12 @@ class Engine:
                 f"{constraint.param} can't be enforced: {error}", constraint.param, "unsupported"
             ) from error
 
-    def cancel(self, request_id: str) -> None:
-        """Stop a request at the next chunk or step; its sink still gets its last event. Unknown ids are ignored."""
-        self._mailbox.post(Cancel(request_id))
+    def cancel(self, request_id: str, *, answered: bool = False) -> None:
+        """Stop a request at the next chunk or step; its sink still gets its last event. Unknown ids are ignored.
+
+        `answered` tells that the client has all it wants: nothing is kept to go on with.
+        """
+        self._mailbox.post(Cancel(request_id, answered))
 
     def stream(self, request: Request) -> Iterator[Event]:
         """Submit and yield the events up to `Finished` or `Failed`. Closing the iterator cancels the request."""
@@ -266,6 +301,7 @@ class Engine:
             },
             **stats.snapshot(self._counters, self.config, self._model, self._budget, jobs),
             **({"prompt_cache": self._core.reuse.stats()} if self._core is not None else {}),
+            "generation_checkpoints": {"enabled": False} if self.saves is None else self.saves.stats(),
             **self._told_of_speculation(),
             "kernels": dict(self._kernels.stats()),
             "kv_quant": self._kv_stats,
@@ -291,6 +327,8 @@ class Engine:
         if threading.current_thread() is not self._thread:
             self._thread.join()
             _await_thread_exit(self._thread.native_id)
+            if self.saves is not None:
+                self.saves.close()
             atexit.unregister(self.stop)
 
     def __enter__(self) -> Engine:
@@ -396,8 +434,10 @@ class Engine:
                 self._speculate,
                 loaded,
                 draft,
-                runner_of=lambda model: Runner(model, self.config, Counters(), self._heart),
-                kernels=f"native {self._kernels.isa} x{self._kernels.threads}" if self._kernels.native else "stock",
+                runner_of=lambda model: Runner(
+                    model, self.config, Counters(), self._heart, coding=coding if model is loaded else None
+                ),
+                kernels=f"{self._kernels.name} {self._kv.name}",
                 reuse=lambda: self._opened.reuse,
                 measurements=self._measurements,
                 extra=self._propose,
@@ -406,7 +446,10 @@ class Engine:
             prime=self._prime,
             coding=coding,
             tracer=self._tracer,
+            saves=self.saves,
         )
+        files = files_of(loaded.path) if self.saves is not None else ""
+        self._identity = f"{core.reuse.identity}\n{files}\n{'native' if self._kernels.native else 'stock'}"
         self._model = ModelInfo(
             id=self._model_id or loaded.path.name,
             path=str(loaded.path),
@@ -478,12 +521,13 @@ def load(
     model_id: str | None = None,
     on_failure: Callable[[str], None] | None = None,
     tracer: Tracer = OFF,
+    saves: Store | None = None,
 ) -> Engine:
     """Load the MLX model directory at `path` and start its engine. Raises what loading raises.
 
     `kernels` None means stock operations; builds of native kernels are kept in `kernel_cache`, measured costs of steps in
     `measurements`. `draft` is the directory of the model that drafts, `speculation.draft_model` unless given. `kv` None holds keys
-    and values plain.
+    and values plain. Running generations are kept in `saves`.
 
     Stop the engine when done: it is a context manager.
     """
@@ -509,6 +553,7 @@ def load(
         kernel_cache=kernel_cache,
         kv=kv,
         tracer=tracer,
+        saves=saves,
     )
     try:
         engine.wait()

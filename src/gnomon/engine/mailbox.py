@@ -16,6 +16,7 @@ class Submit:
 @dataclass(frozen=True, slots=True)
 class Cancel:
     request_id: str
+    answered: bool = False
 
 
 @dataclass(frozen=True, slots=True)

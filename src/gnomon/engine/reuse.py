@@ -46,6 +46,7 @@ class Reuse:
         self.every = runner.config.checkpoint_every
         self.identity = identity(runner)
         self.failures = 0
+        self.num_reclaims = 0
         self.recent: tuple[dict[str, object], ...] = ()
         self._shape = runner.new_state()
         self._peeked: dict[str, tuple[int, int]] = {}
@@ -62,7 +63,7 @@ class Reuse:
             return 0
         seen = self._peeked.get(job.request.id)
         if seen is None or seen[0] != cache.version:
-            seen = self._peeked[job.request.id] = cache.version, cache.peek(self.namespace(job), job.prompt)
+            seen = self._peeked[job.request.id] = cache.version, cache.peek(self.namespace(job), job.feed)
         return seen[1]
 
     def may_join(self, job: Job, group: Sequence[Job]) -> bool:
@@ -72,11 +73,11 @@ class Reuse:
         if self._stops(job, 0) or self._stops(group[0], 0):
             return False
         for other in group:
-            shared = common(tuple(job.prompt), tuple(other.prompt))
-            if self._shape.can_cut(len(other.prompt) - 1):
+            shared = common(tuple(job.feed), tuple(other.feed))
+            if self._shape.can_cut(len(other.feed) - 1):
                 gain = shared - max(self.num_cached(job), self.num_cached(other))
             else:
-                gain = shared if shared >= len(other.prompt) - 1 else 0
+                gain = shared if shared >= len(other.feed) - 1 else 0
             if gain >= BLOCK:
                 return False
         return True
@@ -85,7 +86,7 @@ class Reuse:
         """The prefill of what is not held of these prompts."""
         held = [self._lend(job) for job in jobs]
         stops = self._stops(jobs[0], jobs[0].num_cached) if len(jobs) == 1 else ()
-        return self.runner.new_prefill([job.prompt for job in jobs], held, stops)
+        return self.runner.new_prefill([job.feed for job in jobs], held, stops)
 
     def _lend(self, job: Job) -> BatchState | None:
         self._peeked.pop(job.request.id, None)
@@ -94,7 +95,7 @@ class Reuse:
         if cache is None:
             return None
         with self._guarded("lend a state"):
-            lent = cache.lend(self.namespace(job), job.prompt, job.request.boundary)
+            lent = cache.lend(self.namespace(job), job.feed, job.request.boundary)
             if lent.snapshot is not None:
                 state = self.runner.restored(lent.snapshot)
             job.num_cached, job.miss = lent.length, lent.miss
@@ -117,7 +118,7 @@ class Reuse:
 
     def _stops(self, job: Job, start: int) -> list[int]:
         """Where a prefill has to pause for a checkpoint. State that can be cut needs none."""
-        drain = len(job.prompt) - 1
+        drain = len(job.feed) - 1
         if self.cache is None or self._shape.can_cut(drain):
             return []
         stops = set(range(start - start % self.every + self.every, drain, self.every))
@@ -130,12 +131,19 @@ class Reuse:
     def advanced(self, job: Job, prefill: Prefill) -> None:
         """A lone prompt's window is done, and more follow: lend what exists."""
         if self.cache is not None:
-            self._publish(job, job.prompt, prefill.state, 0, whole_only=not prefill.at_stop)
+            self._publish(job, job.feed, prefill.state, 0, whole_only=not prefill.at_stop)
 
     def prefilled(self, job: Job, state: BatchState, b: int) -> None:
         """A prompt is done."""
         if self.cache is not None and job.open:
-            self._publish(job, job.prompt, state, b)
+            self._publish(job, job.feed, state, b)
+
+    def grown(self, row: Row, state: BatchState, b: int) -> None:
+        """A row has another token: its whole blocks are lent, and written where there is a tier below, while it goes on."""
+        length = len(row.job.prompt) + len(row.tokens)
+        if self.cache is not None and length // BLOCK > row.num_lent // BLOCK:
+            row.num_lent = length
+            self._publish(row.job, [*row.job.prompt, *row.tokens], state, b, whole_only=True, is_prompt=False)
 
     def left(self, row: Row, state: BatchState, b: int) -> None:
         """A row has ended and is about to go. One whose request failed may have failed for its state."""
@@ -167,6 +175,12 @@ class Reuse:
         if self.cache is not None and num_bytes is not None:
             self.cache.allow(num_bytes)
 
+    def shed(self, num_bytes: int) -> None:
+        """Memory runs short: give up so much, or as much as can go."""
+        if self.cache is not None and self.cache.num_bytes:
+            self.num_reclaims += 1
+            self.cache.shed(num_bytes)
+
     def check_integrity(self) -> None:
         """Raise RuntimeError when the cache's books are wrong."""
         if self.cache is not None:
@@ -194,6 +208,7 @@ class Reuse:
             "evicted_bytes": counts.evicted_bytes,
             "refused": counts.refused,
             "buffer_returns": counts.buffer_returns,
+            "reclaims": self.num_reclaims,
             "failures": self.failures,
             "retention": cache.policy,
             "recent_misses": list(self.recent),
@@ -209,7 +224,7 @@ class Reuse:
         whole_only: bool = False,
         is_prompt: bool = True,
     ) -> None:
-        boundary = job.request.boundary if is_prompt else None
+        boundary = job.request.boundary if is_prompt and job.record is None else None
         cache = self.cache
         if cache is not None:
             with self._guarded("keep a row's state"):

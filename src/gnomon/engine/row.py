@@ -16,6 +16,7 @@ from gnomon.engine.api import (
     Finished,
     FinishReason,
     Progress,
+    Replayed,
     Request,
     Sink,
     Speculated,
@@ -25,6 +26,7 @@ from gnomon.engine.api import (
 from gnomon.engine.constrained import RowConstraint
 from gnomon.engine.filling import fill_of
 from gnomon.engine.output import TextOutput, token_logprob
+from gnomon.engine.resume import Record, Slot
 from gnomon.engine.sampling import RowSampling, Score
 from gnomon.engine.speculation import Speculation
 from gnomon.grammar import Compiled
@@ -37,7 +39,7 @@ log = logging.getLogger(__name__)
 
 class Job:
     """One request: its choices share a prompt, a prefill and an end. `limit` is the most tokens a choice may get, `tier` that of the
-    engine's operations."""
+    engine's operations. `slot` is where its generation is saved, and `record` what an earlier one had come to."""
 
     def __init__(
         self,
@@ -48,6 +50,8 @@ class Job:
         grammar: Compiled | None = None,
         *,
         tier: Tier = "L1",
+        slot: Slot | None = None,
+        record: Record | None = None,
     ) -> None:
         self.request = request
         # Tone-curve sampling has no oracle outside.
@@ -56,10 +60,17 @@ class Job:
         self.limit = limit
         self.seed = seed
         self.grammar = grammar
+        self.slot = slot
+        self.record = record
+        self.feed = request.prompt if record is None else (*request.prompt, *record.tokens)
+        """The tokens that the first row starts from: the state holds all but the last."""
         self.rows: list[Row] = []
         """Choices begun so far, closed ones included."""
         self.open = True
         self.cancelled = False
+        self.answered = False
+        """The client had all it wanted when it was cancelled."""
+        self.fatal = False
         self.error: Exception | None = None
         self.batched = False
         self.num_cached = 0
@@ -98,6 +109,8 @@ class Job:
             guesses = speculation.begin(request, index, tokenizer, eos_ids, constraint)
         row = Row(self, index, tokenizer, output, guesses, (*eos_ids, *tokenizer.newline_ids), constraint)
         self.rows.append(row)
+        if self.record is not None:
+            row.replay(self.record)
         return row
 
     def tell_progress(self, processed: int) -> None:
@@ -106,11 +119,11 @@ class Job:
         if self.open:
             self.sink(Progress(self.request.id, processed, len(self.prompt)))
 
-    def cancel(self) -> None:
+    def cancel(self, *, answered: bool = False) -> None:
         """Close every choice and the request, whatever it was doing; held-back text is given out first."""
         if not self.open:
             return
-        self.cancelled = True
+        self.cancelled, self.answered = True, answered
         closed = {row.index for row in self.rows if not row.open}
         for row in self.rows:
             if row.open:
@@ -128,7 +141,7 @@ class Job:
         if not fatal:
             log.warning("request %s failed: %s", self.request.id, error, exc_info=error)
         self.open = False
-        self.error = error
+        self.error, self.fatal = error, fatal
         for row in self.rows:
             row.open = False
         self._tell(Failed(self.request.id, str(error) or type(error).__name__, code, fatal))
@@ -142,6 +155,7 @@ class Job:
         now = time.monotonic()
         admitted = self.admitted or now
         first = self.first_token or now
+        miss = self.miss if self.miss is not None and self.miss.position < len(self.prompt) else None
         speculated = self._speculated()
         return Usage(
             prompt_tokens=len(self.prompt),
@@ -151,9 +165,10 @@ class Job:
             decode_seconds=now - first,
             tier=self.tier,
             lane="batched" if self.batched else "serial+spec" if speculated and speculated.rounds else "serial",
-            cached_tokens=self.num_cached,
+            # Of what is replayed the client has no idea.
+            cached_tokens=min(self.num_cached, len(self.prompt) - 1),
             cache_tier="ram" if self.num_cached else "none",
-            cache_miss=None if self.miss is None else CacheMiss(self.miss.kind, self.miss.position),
+            cache_miss=None if miss is None else CacheMiss(miss.kind, miss.position),
             speculation=speculated,
             fill=fill_of(row.guesses for row in self.rows if row.guesses is not None),
         )
@@ -185,7 +200,21 @@ class Job:
 class Row:
     """One choice of a request. `tokens` are those read back, their text delivered or held back."""
 
-    __slots__ = ("_tokenizer", "constraint", "exempt", "guesses", "index", "job", "left", "open", "output", "tokens")
+    __slots__ = (
+        "_tokenizer",
+        "constraint",
+        "exempt",
+        "guesses",
+        "index",
+        "job",
+        "left",
+        "num_lent",
+        "num_saved",
+        "open",
+        "output",
+        "scores",
+        "tokens",
+    )
 
     def __init__(
         self,
@@ -204,6 +233,12 @@ class Row:
         self.exempt = exempt
         self.constraint = constraint
         self.tokens: list[int] = []
+        self.scores: list[Score] = []
+        """Of the tokens, if they are to be saved with them."""
+        self.num_saved = 0
+        """Tokens in the newest checkpoint."""
+        self.num_lent = len(job.feed)
+        """Tokens, prompt included, when the row's state was last given to the prefix cache."""
         self.left = job.limit
         """Tokens the row may still get."""
         self.open = True
@@ -245,10 +280,35 @@ class Row:
 
         Raises what the constraint, the output or the sink raises.
         """
-        job, output, constraint = self.job, self.output, self.constraint
-        if constraint is not None:
-            constraint.advance(token)
+        if delta := self._read(token, score):
+            self.job.sink(delta)
+        self._close_if_over()
+
+    def replay(self, record: Record) -> None:
+        """Deliver what an earlier generation had come to, as if it had just been read back. Raises as `take` does."""
+        deltas: list[Delta] = []
+        for i, token in enumerate(record.tokens):
+            if delta := self._read(token, record.scores[i] if record.scores else None):
+                deltas.append(delta)
+            if self._is_over:
+                break
+        self.num_saved = len(self.tokens)
+        self.job.sink(Replayed(self.job.request.id, self.index, tuple(deltas)))
+        self._close_if_over()
+
+    def record(self, key: str) -> Record:
+        """What the row has come to."""
+        job = self.job
+        return Record(key, job.seed, tuple(job.prompt), tuple(self.tokens), tuple(self.scores))
+
+    def _read(self, token: int, score: Score | None) -> Delta | None:
+        """Take a token in; the text it makes."""
+        job = self.job
+        if self.constraint is not None:
+            self.constraint.advance(token)
         self.tokens.append(token)
+        if score is not None and job.slot is not None:
+            self.scores.append(score)
         self.left -= 1
         if self.guesses is not None:
             self.guesses.saw(token)
@@ -257,17 +317,25 @@ class Row:
             job.first_token = time.monotonic()
             job.tell_progress(len(job.prompt))
         logprob = None if score is None else token_logprob(self._tokenizer, token, score.logprob, score.top)
-        piece = output.push(token, logprob)
-        if piece:
-            job.sink(Delta(job.request.id, self.index, piece.text, piece.ids, piece.logprobs))
-        if output.finished:
+        piece = self.output.push(token, logprob)
+        return Delta(job.request.id, self.index, piece.text, piece.ids, piece.logprobs) if piece else None
+
+    @property
+    def _is_whole(self) -> bool:
+        return self.constraint is not None and self.constraint.finished
+
+    @property
+    def _is_over(self) -> bool:
+        return self.output.finished or not self.left or self._is_whole
+
+    def _close_if_over(self) -> None:
+        if self.output.finished:
             self._close("stop")
-        elif not self.left or (constraint is not None and constraint.finished):
+        elif self._is_over:
             if last := self.flush():
-                job.sink(last)
+                self.job.sink(last)
             # A stop string may lie in what was still held back.
-            whole = constraint is not None and constraint.finished
-            self._close("stop" if output.ended or whole else "length")
+            self._close("stop" if self.output.ended or self._is_whole else "length")
 
     def flush(self) -> Delta | None:
         """End the text: what was held back."""

@@ -40,6 +40,11 @@ class Kernels:
     layers: Mapping[str, int] = field(default_factory=dict[str, int])
     """How many layers of each class were swapped for fused ones."""
 
+    @property
+    def name(self) -> str:
+        """What runs, as far as speed depends on it."""
+        return f"native {self.isa} x{self.threads}" if self.native else "stock"
+
     def stats(self) -> Mapping[str, Any]:
         """For `/stats`, as plain JSON values."""
         return {

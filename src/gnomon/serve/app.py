@@ -29,6 +29,9 @@ from gnomon.serve.routes import (
     stats,
     web,
 )
+from gnomon.serve.routes import (
+    engine as engine_route,
+)
 from gnomon.serve.services import VERSION, Services, Timing, Vocabulary
 from gnomon.serve.wire.anthropic import MessagesRequest
 from gnomon.serve.wire.chat import ChatRequest
@@ -36,7 +39,7 @@ from gnomon.serve.wire.completions import CompletionRequest
 from gnomon.serve.wire.responses import ResponsesRequest
 from gnomon.trace import OFF, Tracer
 
-ROUTES = (chat_completions, completions, messages, responses, models, root, health, stats, metrics, web)
+ROUTES = (chat_completions, completions, messages, responses, models, root, health, stats, metrics, engine_route, web)
 EXPOSED = ("x-request-id", "request-id", TRACE_HEADER, "x-gnomon-tier", volatile.HEADER, "retry-after", "warning")
 
 

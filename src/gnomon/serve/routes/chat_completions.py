@@ -109,6 +109,7 @@ def plan(request: ChatRequest, services: Services, trace_id: str, name: str) -> 
         spans=services.spans.get(template, tools, decode_all(services), rendered.generation_prompt, kwargs)
         if model.asserts_calls and tools and form.constraint is None and logprobs is None
         else None,
+        text=rendered.text,
     )
     job = Job(
         id=name,

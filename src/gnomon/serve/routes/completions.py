@@ -74,6 +74,7 @@ def prepare(body: bytes, services: Services, trace_id: str) -> CompletionJob:
                 n=request.n or 1,
                 trace_id=trace_id,
                 constraint=form.constraint,
+                text=prompt if isinstance(prompt, str) else None,
             )
         )
     job = Job(

@@ -154,6 +154,14 @@ class PrefixCache:
         self._make_room(0, 0)
         self._give_back()
 
+    def shed(self, num_bytes: int) -> None:
+        """Give up so much now, or as much as can go; later publications may take it again."""
+        allowed = self.allowed
+        self.allowed = max(0, self.num_bytes - num_bytes)
+        self._make_room(0, 0)
+        self.allowed = allowed
+        self._give_back()
+
     def clear(self) -> None:
         """Forget everything."""
         self.tree = Tree()
