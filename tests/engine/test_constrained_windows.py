@@ -141,7 +141,7 @@ def play(model_type: str, rows: int, wanted: Sequence[Plan]) -> Rig:
     return rig
 
 
-@pytest.mark.parametrize("rows", [1, 2, 8])
+@pytest.mark.parametrize("rows", [1, 2, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("model_type", TYPES)
 def test_windows_give_the_tokens_of_single_steps(model_type: str, rows: int) -> None:
     @settings(max_examples=3, deadline=None, derandomize=True, database=None)

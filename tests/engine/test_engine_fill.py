@@ -77,7 +77,7 @@ GRAMMAR = SpeculationConfig()
 ALL = SpeculationConfig(draft_kind="ngram", fill="both")
 
 
-@pytest.mark.parametrize("rows", [1, 2, 8])
+@pytest.mark.parametrize("rows", [1, 2, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("model_type", TYPES)
 def test_forced_and_copied_text_changes_no_token(model_type: str, rows: int) -> None:
     @settings(max_examples=2, deadline=None, derandomize=True, database=None)
