@@ -89,6 +89,7 @@ def start(config: Config, found: Found, *, serving: bool = False) -> Loaded[Engi
             draft=draft_of(config),
             measurements=config.paths.cache,
             kernel_cache=config.paths.cache / "kernels",
+            cache=config.cache,
             kv=config.kv.scheme,
             tracer=tracer,
             saves=_saves(config) if serving else None,

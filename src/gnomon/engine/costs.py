@@ -128,7 +128,7 @@ def _filled(runner: Runner, num_rows: int) -> BatchState:
 
 
 def _best(tries: Mapping[int, Callable[[], float]]) -> dict[int, float]:
-    """The least seconds of each, taken in turns, so that a disturbance meets all alike; after `ENOUGH` seconds in all, `FEWEST` turns do."""
+    """The least seconds of each, taken in turns, so that a disturbance meets all alike; after `ENOUGH` seconds `FEWEST` turns do."""
     for work in tries.values():
         work()
     best = dict.fromkeys(tries, float("inf"))
