@@ -135,7 +135,8 @@ class Rig:
         self.mailbox = Mailbox()
         self.counters = Counters()
         if propose is not None:
-            speculation = Speculation(SpeculationConfig(), vocab_size=loaded.vocab_size, extra=propose)
+            alone = SpeculationConfig(grammar_jump=False)
+            speculation = Speculation(alone, vocab_size=loaded.vocab_size, extra=propose)
         self.core = Core(
             loaded,
             tiny_tokenizer(),

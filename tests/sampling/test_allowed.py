@@ -54,7 +54,7 @@ def test_rows_draw_only_what_they_may_and_as_they_do_alone(data: st.DataObject) 
     masks = {i: rng.random(vocab) < 0.1 for i in range(len(rows)) if data.draw(st.booleans())}
     for mask in masks.values():
         mask[rng.integers(vocab)] = True
-    words = {i: packed(mask) for i, mask in masks.items()}
+    words = {i: [packed(mask)] for i, mask in masks.items()}
     drafts = mx.zeros((len(rows), width - 1), dtype=mx.int32) if width > 1 else None
     tokens = np.array(BatchSampler(samplings).draw(logits, drafts, words).tokens)
     for i, row in enumerate(samplings):
@@ -71,13 +71,13 @@ def test_ids_beyond_the_words_are_not_drawn() -> None:
     """Logits may be wider than the vocabulary."""
     logits = mx.zeros((1, 1, 100)).at[0, 0, 99].add(9.0)
     words = packed(np.ones(64, dtype=bool))
-    assert BatchSampler([RowSampling(SamplingParams(), seed=0)]).draw(logits, allowed={0: words}).tokens.item() == 0
+    assert BatchSampler([RowSampling(SamplingParams(), seed=0)]).draw(logits, allowed={0: [words]}).tokens.item() == 0
 
 
 def test_logprobs_are_those_of_what_is_left() -> None:
     logits = mx.array([[[1.0, 2.0, 3.0, 4.0]]])
     words = packed(np.array([True, True, False, False]))
-    drawn = BatchSampler([RowSampling(SamplingParams(logprobs=3), seed=0)]).draw(logits, allowed={0: words})
+    drawn = BatchSampler([RowSampling(SamplingParams(logprobs=3), seed=0)]).draw(logits, allowed={0: [words]})
     assert drawn.logprobs is not None
     score = drawn.logprobs.score(0)
     assert score is not None

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
+from typing import Protocol, Self
 
 _REPLACEMENT = "\ufffd"
 
 
 class Detokenizer(Protocol):
-    """Turns the ids of one output into text. The pieces joined are the text of all ids."""
+    """Turns the ids of one output into text. The pieces joined are the text of all ids.
+
+    `copy.copy` gives an independent one at the same place.
+    """
 
     @property
     def pending(self) -> bool:
@@ -45,8 +48,14 @@ class ByteDetokenizer:
     def __init__(self, token_bytes: Callable[[int], bytes], *, each: bool = False, strip: bool = False) -> None:
         """`strip` drops one space at the very beginning, SentencePiece's dummy prefix."""
         self._token_bytes = token_bytes
-        self._decoder = codecs.getincrementaldecoder("utf-8")("gnomon.one_for_each" if each else "replace")
+        self._errors = "gnomon.one_for_each" if each else "replace"
+        self._decoder = codecs.getincrementaldecoder("utf-8")(self._errors)
         self._strip = strip
+
+    def __copy__(self) -> Self:
+        made = type(self)(self._token_bytes, each=self._errors != "replace", strip=self._strip)
+        made._decoder.setstate(self._decoder.getstate())
+        return made
 
     @property
     def pending(self) -> bool:
@@ -81,6 +90,11 @@ class WindowDetokenizer:
         self._ids: list[int] = []
         self._given = ""
         self._settled = 0
+
+    def __copy__(self) -> Self:
+        made = type(self)(self._decode, self._hidden)
+        made._ids, made._given, made._settled = [*self._ids], self._given, self._settled
+        return made
 
     @property
     def pending(self) -> bool:

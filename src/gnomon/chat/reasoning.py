@@ -25,7 +25,10 @@ class Segment:
 
 
 class Splitter(Protocol):
-    """Takes a model's text piece by piece. What might be the start of a marker is held back until it is decided."""
+    """Takes a model's text piece by piece. What might be the start of a marker is held back until it is decided.
+
+    `copy.copy` gives an independent one at the same place.
+    """
 
     @property
     def thinking(self) -> bool:
@@ -386,7 +389,9 @@ class HarmonySplitter:
         if self._fresh:
             # A further message of the same kind starts on a line of its own.
             text = "\n" + text
-        self._fresh, self._said[self.kind] = False, True
+        said: dict[Kind, bool] = {**self._said, self.kind: True}
+        # Replaced, not changed: copies share it.
+        self._fresh, self._said = False, said
         _put(out, self.kind, text)
 
 

@@ -187,6 +187,12 @@ def resolve(args: argparse.Namespace | None = None, environ: Mapping[str, str] |
         *_speculation_notes(cast("SpeculationConfig", built["speculation"]), origins),
         *_unknown_variables(environ),
     )
+    speculation = cast("SpeculationConfig", built["speculation"])
+    if speculation.strict and speculation.draft_model is not None:
+        raise ConfigError(
+            str(origins["speculation.fill"]),
+            f"{speculation.fill} asserts tokens, which excludes --draft-model: take echo",
+        )
     return Config(**cast("dict[str, Any]", built), origins=origins, notes=notes)
 
 

@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol
 
 from gnomon.chat.constraint import Constraint
 from gnomon.chat.reasoning import Thinking
+from gnomon.chat.spans import ToolSpans
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 HLGPivot = Literal["top", "entropy", "median"]
@@ -78,6 +79,8 @@ class Request:
     """States are reused only within one: whatever else than the tokens changes a forward belongs into its name."""
     constraint: Constraint | None = None
     thinking: Thinking | None = None
+    spans: ToolSpans | None = None
+    """What tools and template settle of its tool calls: asserted where the engine does that."""
     text: str | None = None
     """The text that the prompt was made of, where it was: the same text may come as other ids another time."""
 
@@ -133,6 +136,29 @@ class Speculated:
 
 
 @dataclass(frozen=True, slots=True)
+class Filled:
+    """Tokens that a grammar, the session or the tools foretold, of one request's choices together.
+
+    `strict` were asserted: the model's own draws for them, `wasted_samples`, were thrown away; `spans` are their lengths, window by
+    window. `echo` and `grammar` were verified and accepted, of `verify_drafted` in `verify_events` windows. `parse_fallback` counts
+    choices whose calls couldn't be read, after which nothing was asserted; `branch_stops` passages that ended where their sources part;
+    `index_truncated` tells of a session longer than its index; `decode_steps` are forwards of the model.
+    """
+
+    strict: int = 0
+    echo: int = 0
+    grammar: int = 0
+    spans: tuple[int, ...] = ()
+    wasted_samples: int = 0
+    parse_fallback: int = 0
+    index_truncated: bool = False
+    decode_steps: int = 0
+    verify_events: int = 0
+    verify_drafted: int = 0
+    branch_stops: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Usage:
     """Token counts and times of one request. `completion_tokens` sums over its choices and counts an end-of-sequence token."""
 
@@ -149,6 +175,8 @@ class Usage:
     cache_miss: CacheMiss | None = None
     speculation: Speculated | None = None
     """None if nothing could be guessed for it."""
+    fill: Filled | None = None
+    """None if nothing could be filled in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +288,8 @@ class ModelInfo:
     why_not_batchable: str | None = None
     tier: Tier = "L1"
     """What requests run in whose own fields don't lower it."""
+    asserts_calls: bool = False
+    """Whether settled text of tool calls is written without asking the model."""
 
 
 @dataclass(frozen=True, slots=True)

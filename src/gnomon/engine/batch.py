@@ -35,16 +35,24 @@ class Batch:
         return any(row.guesses is not None for row in self.rows)
 
     @property
+    def waits(self) -> bool:
+        """Whether some row's tokens must be read before its next are drawn."""
+        return any(row.constraint is not None or (row.guesses is not None and row.guesses.waits) for row in self.rows)
+
+    @property
     def has_constraints(self) -> bool:
         return any(row.constraint is not None for row in self.rows)
 
-    def allowed(self) -> dict[int, Words]:
-        """What each constrained row may draw next, by its place. A row whose grammar gives up fails with its request."""
-        found: dict[int, Words] = {}
+    def allowed(self, drafts: Sequence[Sequence[int]] = ()) -> dict[int, Sequence[Words]]:
+        """What each constrained row may draw next and behind each id of its draft, by its place.
+
+        A row whose grammar gives up fails with its request.
+        """
+        found: dict[int, Sequence[Words]] = {}
         for b, row in enumerate(self.rows):
             if row.constraint is not None and row.open:
                 try:
-                    found[b] = row.constraint.allowed()
+                    found[b] = row.constraint.along(drafts[b] if drafts else ())
                 except GrammarFailed as error:
                     row.job.fail(error, "grammar_failed")
         return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from gnomon.models.load import LoadedModel, UnsupportedModel
 from gnomon.propose import Text
 from gnomon.propose.two_model import Draw, TwoModel
 from gnomon.state.batch_state import BatchState
+
+log = logging.getLogger(__name__)
 
 
 class DraftMismatch(ValueError):
@@ -65,13 +68,18 @@ def open_speculation(
     measurements: Path | None,
     extra: ProposerFactory | None = None,
 ) -> Speculation | None:
-    """What guesses for a model's rows; None if nothing is asked for. Costs are measured unless the depth is pinned.
+    """What guesses for a model's rows; None if nothing may. Costs are measured for what was asked for, unless the depth is pinned; what
+    grammars force is nearly always right, and proposed without.
 
     `kernels` names what runs, `reuse` gives the engine's once it is there. Raises `UnsupportedModel` for a model that takes no windows.
     """
-    if not config.enabled and extra is None:
+    wanted = config.enabled or extra is not None
+    if not wanted and not config.grammar_jump:
         return None
     if not loaded.binding.window_safe:
+        if not wanted:
+            log.info("a window of several tokens disturbs %s models: forced text isn't proposed", loaded.model_type)
+            return None
         raise UnsupportedModel(
             f"a window of several tokens disturbs {loaded.model_type} models, so nothing can be guessed for them"
         )

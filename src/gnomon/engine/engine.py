@@ -494,6 +494,7 @@ class Engine:
             created=int(self._started),
             batchable=binding.batchable,
             why_not_batchable=binding.why_not,
+            asserts_calls=self._speculate.strict,
             tier="Lab" if self._kernels.native else tier_of(self._kv, coding, loaded),
         )
         return core

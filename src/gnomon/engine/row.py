@@ -25,6 +25,7 @@ from gnomon.engine.api import (
     Usage,
 )
 from gnomon.engine.constrained import RowConstraint
+from gnomon.engine.filling import fill_of
 from gnomon.engine.output import TextOutput, token_logprob
 from gnomon.engine.resume import Record, Slot
 from gnomon.engine.sampling import RowSampling, Score
@@ -106,8 +107,9 @@ class Job:
         constraint = None
         if self.grammar is not None:
             constraint = RowConstraint(self.grammar.start(), tokenizer, request.thinking)
-        # A constrained row takes no proposals: its mask is known one token at a time.
-        guesses = speculation.begin(request, index) if speculation is not None and constraint is None else None
+        guesses = None
+        if speculation is not None:
+            guesses = speculation.begin(request, index, tokenizer, eos_ids, constraint)
         row = Row(self, index, tokenizer, output, guesses, (*eos_ids, *tokenizer.newline_ids), constraint)
         self.rows.append(row)
         if self.record is not None:
@@ -171,6 +173,7 @@ class Job:
             cache_tier=self._cache_tier(),
             cache_miss=None if miss is None else CacheMiss(miss.kind, miss.position),
             speculation=speculated,
+            fill=fill_of(row.guesses for row in self.rows if row.guesses is not None),
         )
 
     def _speculated(self) -> Speculated | None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
+from gnomon.chat.tokenizer import Tokenizer
 from gnomon.config import SpeculationConfig
 from gnomon.engine.api import Request
+from gnomon.engine.constrained import RowConstraint
+from gnomon.engine.filling import Filling
 from gnomon.propose import BatchProposer, Chance, Curve, Guess, Proposer, Rates, RowGuesses, best_depth
 from gnomon.propose.guesses import NOTHING
 from gnomon.propose.ngram import NGram
@@ -55,6 +58,7 @@ class Speculation:
         self.draft = draft
         self.curve = curve
         self.extra = extra
+        self.filling = Filling(config)
         self.rates = Rates()
         self.depths: dict[int, int] = {}
         """Steps by the depth chosen, over rows that could guess."""
@@ -66,16 +70,24 @@ class Speculation:
 
     # A row's life
 
-    def begin(self, request: Request, index: int) -> RowGuesses | None:
+    def begin(
+        self,
+        request: Request,
+        index: int,
+        tokenizer: Tokenizer,
+        eos_ids: Collection[int],
+        constraint: RowConstraint | None = None,
+    ) -> RowGuesses | None:
         """What guesses for a choice; None if nothing does. Raises what making a proposer raises."""
         proposers: list[Proposer] = []
         if self.extra is not None and (own := self.extra(request, index)) is not None:
             proposers.append(own)
+        proposers += self.filling.proposers(request, tokenizer, eos_ids, constraint)
         if self.config.ngram:
             proposers.append(NGram(self.config.ngram_max, self.config.ngram_min))
         if not proposers and self.draft is None:
             return None
-        return RowGuesses(proposers, self.rates)
+        return RowGuesses(proposers, self.rates, None if constraint is None else constraint.num_legal)
 
     def leave(self, row: Row) -> None:
         """A row is about to go."""
@@ -108,7 +120,8 @@ class Speculation:
             depth = 1
         if not depth:
             return [() for _ in rows]
-        drafts = [guess.tokens[:depth] for guess in guesses]
+        guesses = [guess.cut(depth) for guess in guesses]
+        drafts = [guess.tokens for guess in guesses]
         asked = [b for b, (row, guess) in enumerate(zip(rows, guesses, strict=True)) if self._may_draft(row, guess)]
         if asked and self.draft is not None:
             found = self._ask([rows[b] for b in asked], depth)
@@ -120,7 +133,7 @@ class Speculation:
                 guesses[b] = Guess(tokens, self.draft.source, prior=self.draft.prior)
         for row, guess, tokens in zip(rows, guesses, drafts, strict=True):
             if tokens and row.guesses is not None:
-                row.guesses.use(Guess(tokens, guess.source, guess.grade, guess.prior, guess.certain))
+                row.guesses.use(guess)
         return drafts
 
     def _look(self, row: Row) -> Guess:
@@ -135,7 +148,7 @@ class Speculation:
         except Exception as error:  # noqa: BLE001  (a proposer's failure is its row's own)
             row.job.fail(error, "proposer_error")
             return NOTHING
-        return Guess(found.tokens[:limit], found.source, found.grade, found.prior, found.certain)
+        return found.cut(limit)
 
     def _may_draft(self, row: Row, guess: Guess) -> bool:
         """Whether the draft model may be asked: rows for which something cheaper guesses, or whose draws are constrained, don't ask it."""
@@ -157,13 +170,15 @@ class Speculation:
     def _depth(self, rows: Sequence[Row], guesses: Sequence[Guess]) -> int:
         chances = [self._chance(row, guess) for row, guess in zip(rows, guesses, strict=True)]
         most = max((chance.most for chance in chances), default=0)
+        # Asserted tokens come, whether that pays or not.
+        least = int(any(guess.asserted for guess in guesses))
         if self.config.num_draft_tokens is not None:
             return min(most, self.config.num_draft_tokens)
         if self.curve is None:
             return most
         asks = [self._may_draft(row, guess) for row, guess in zip(rows, guesses, strict=True)]
         each = self.draft.cost(sum(asks)) if self.draft is not None and any(asks) else 0.0
-        return self.depth_of(chances, each)
+        return max(least, self.depth_of(chances, each))
 
     def depth_of(self, chances: Sequence[Chance], each: float = 0.0) -> int:
         """The depth that pays best for rows with these chances, where a drafted token for them takes `each` seconds."""
@@ -218,7 +233,11 @@ class Speculation:
     def stats(self, num_rows: int) -> dict[str, Any]:
         """As plain JSON values; read on any thread. `num_rows` are those decoding now."""
         curve, config = self.curve, self.config
-        sources = [*(["ngram"] if config.ngram else []), *([self.draft.source] if self.draft is not None else [])]
+        sources = [
+            *self.filling.sources,
+            *(["ngram"] if config.ngram else []),
+            *([self.draft.source] if self.draft is not None else []),
+        ]
         return {
             "sources": sources,
             "pinned": config.num_draft_tokens,

@@ -7,6 +7,8 @@
     commit            t0 .. ta are the row's tokens  (ta: correction, or the bonus when all agree)
     roll back         k - a states
 
+Asserted tokens take the place of what was drawn for them.
+
 Without proposals nothing has to be known before the next forward, so the read-back runs one step behind:
 
     build n+1 from the lazy tokens of n   ->   start it   ->   read and deliver n
@@ -14,7 +16,7 @@ Without proposals nothing has to be known before the next forward, so the read-b
 Rows that could guess are asked each time whether it would pay, as of the tokens read back; only if so is the step in flight waited for.
 
 A row with a constraint needs its token before its next draw: then the read-back comes first, and the host finds what may come
-next while the device computes the forward.
+next, and what behind each proposal, while the device computes the forward. Proposals that its grammar forbids are cut off before.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from gnomon.engine.sampling import BatchSampler, Drawn
 from gnomon.engine.speculation import Speculation
 from gnomon.grammar import Words
 from gnomon.kernels import dispatch
+from gnomon.propose.guesses import NOTHING
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,7 @@ class Stepper:
     def step(self) -> bool:
         """Advance every row, delivering what was read back. False if nothing was left to advance."""
         batch, speculation = self.batch, self.speculation
-        if batch.has_constraints or self._all_end_in_flight():
+        if batch.waits or self._all_end_in_flight():
             self.land()
         drafts: list[Sequence[int]] = []
         if speculation is not None and batch.has_guesses and speculation.wants_window(batch.rows):
@@ -144,19 +147,21 @@ class Stepper:
             self.land()
         batch.has_fresh = False
 
-    def _allowed(self, logits: mx.array) -> dict[int, Words]:
-        """What constrained rows may draw at the first position, found while the device computes the logits."""
+    def _allowed(self, logits: mx.array, drafts: Sequence[Sequence[int]] = ()) -> dict[int, Sequence[Words]]:
+        """What constrained rows may draw at each position, found while the device computes the logits."""
         batch, counters = self.batch, self.counters
         if not batch.has_constraints:
             return {}
         mx.async_eval(logits)
         begun = time.perf_counter()
-        allowed = batch.allowed()
-        counters.masks += len(allowed)
+        allowed = batch.allowed(drafts)
+        counters.masks += sum(map(len, allowed.values()))
         counters.mask_seconds += time.perf_counter() - begun
         return allowed
 
-    def _weed(self, logits: mx.array, allowed: dict[int, Words], error: Exception) -> tuple[mx.array, dict[int, Words]]:
+    def _weed(
+        self, logits: mx.array, allowed: dict[int, Sequence[Words]], error: Exception
+    ) -> tuple[mx.array, dict[int, Sequence[Words]]]:
         """Fail the rows whose draw raises on its own; the others' logits and what they may draw.
 
         Raises `error` when no row alone is to blame.
@@ -207,14 +212,27 @@ class Stepper:
             state.begin(width, counts)
             logits = self.model(tokens, cache=state.caches)
             state.commit()
-        # Constrained rows have no drafts: only the first position of theirs counts.
-        allowed = self._allowed(logits)
+        allowed = self._allowed(logits, drafts)
         with dispatch.step():
             drawn = batch.sampler.draw(logits, tokens[:, 1:], allowed)
         mx.eval(drawn.arrays())
         draws = cast("list[list[int]]", drawn.tokens.tolist())
-        accepted = [verify(draft, draw) for draft, draw in zip(drafts, draws, strict=True)]
-        batch.sampler.commit(drawn.tokens, [a + 1 for a in accepted])
+        used = [
+            row.guesses.used if draft and row.guesses is not None else NOTHING
+            for row, draft in zip(rows, drafts, strict=True)
+        ]
+        for guess, draft, draw in zip(used, drafts, draws, strict=True):
+            if guess.asserted:
+                draw[: len(draft)] = draft
+                if guess.after is not None:
+                    draw[len(draft)] = guess.after
+        # Nothing counts behind the last position whose mask is known.
+        known = [draft[: len(allowed[b]) - 1] if b in allowed else draft for b, draft in enumerate(drafts)]
+        accepted = [verify(draft, draw) for draft, draw in zip(known, draws, strict=True)]
+        batch.sampler.commit(
+            mx.array(draws, dtype=mx.int32) if any(guess.asserted for guess in used) else drawn.tokens,
+            [a + 1 for a in accepted],
+        )
         back = [count - 1 - a for count, a in zip(counts, accepted, strict=True)]
         if any(back):
             with dispatch.step():  # recurrent layers run again on what stays
@@ -226,7 +244,7 @@ class Stepper:
             if row.guesses is not None:
                 row.guesses.tally.calls += 1
                 if draft:
-                    row.guesses.tally.add(len(draft), a)
+                    row.guesses.tally.add(len(draft), a, row.guesses.used)
             counters.guessed(len(draft), a)
             for position in range(a + 1):
                 if not row.open:

@@ -50,6 +50,15 @@ class Matcher:
         """Whether an id may come next."""
         return self._matcher.validate_tokens([token]) == 1
 
+    def forced(self) -> list[int]:
+        """Tokens of the text that must come next, as the model's tokenizer spells it, up to where what follows could change the spelling.
+
+        Other spellings may be allowed too. Empty where there is a choice. Raises GrammarFailed.
+        """
+        tokens = self._matcher.compute_ff_tokens()
+        self._check()
+        return tokens
+
     def advance(self, token: int) -> None:
         """Take the next id. Raises GrammarFailed when the grammar doesn't allow it."""
         if not self._matcher.consume_token(token):

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
 from llguidance import LLTokenizer
 from llguidance._tokenizer import TokenizerWrapper
 from numpy.typing import NDArray
+
+JOINTS = ('"key": "a", "key": "a"', '"a": {"b": [1, 2]}, "a": [{"b": true}, {"c": []}]', '"a": 1, "b": ["c", "d"]}')
+"""JSON as it is usually written."""
 
 
 class GrammarTokenizer(Protocol):
@@ -52,6 +56,23 @@ class Vocabulary:
         if size % 32:
             words[-1] = (1 << size % 32) - 1
         return words
+
+    @cached_property
+    def joints(self) -> Mapping[int, Sequence[int]]:
+        """The tokens of punctuation that follow a token in ordinary JSON."""
+        found: dict[int, list[int]] = {}
+        for text in JOINTS:
+            ids = self.tokenizer.encode(text)
+            for before, after in pairwise(ids):
+                followers = found.setdefault(before, [])
+                if self.is_punctuation(after) and after not in followers:
+                    followers.append(after)
+        return found
+
+    def is_punctuation(self, token: int) -> bool:
+        """Whether an id writes something, and neither letters, digits nor bytes outside ASCII."""
+        text = self.spellings[token] if token < len(self.spellings) else b""
+        return bool(text) and text.isascii() and not any(chr(byte).isalnum() for byte in text)
 
     def running_past(self, ending: str) -> tuple[int, ...]:
         """Ids that write `ending` and then more than newlines."""

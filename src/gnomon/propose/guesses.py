@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 from gnomon.propose.acceptance import Rate, Rates, row_rate
 from gnomon.propose.policy import Chance
@@ -16,16 +16,34 @@ MOST_PROBE = 512
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """What may come next, at most as far as the row may go. `certain`: it must come."""
+    """What may come next, at most as far as the row may go. `certain`: it must come. `asserted`: it comes, whatever the model says,
+    and then `after`."""
 
     tokens: Sequence[int]
     source: str
     grade: int = 0
     prior: float = 0.5
     certain: bool = False
+    asserted: bool = False
+    after: int | None = None
+
+    def cut(self, size: int) -> Guess:
+        """Its first `size` tokens."""
+        if size >= len(self.tokens):
+            return self
+        return replace(self, tokens=self.tokens[:size], after=self.tokens[size] if self.asserted else None)
 
 
 NOTHING = Guess((), "")
+
+
+@dataclass(slots=True)
+class Taken:
+    """What came of one source's guesses. `spans` are the tokens it had accepted in each window."""
+
+    drafted: int = 0
+    accepted: int = 0
+    spans: list[int] = field(default_factory=list[int])
 
 
 @dataclass(slots=True)
@@ -36,10 +54,16 @@ class Tally:
     lengths: list[int] = field(default_factory=list[int])
     drafted_at: list[int] = field(default_factory=list[int])
     accepted_at: list[int] = field(default_factory=list[int])
+    by_source: dict[str, Taken] = field(default_factory=dict[str, Taken])
 
-    def add(self, drafted: int, accepted: int) -> None:
-        """One window."""
+    def add(self, drafted: int, accepted: int, guess: Guess = NOTHING) -> None:
+        """One window of a guess."""
         self.lengths.append(accepted)
+        taken = self.by_source.setdefault(guess.source, Taken())
+        behind = guess.after is not None
+        taken.drafted += drafted + behind
+        taken.accepted += accepted + behind
+        taken.spans.append(accepted + behind)
         for counts, n in ((self.drafted_at, drafted), (self.accepted_at, accepted)):
             counts.extend([0] * (drafted - len(counts)))
             for position in range(n):
@@ -53,7 +77,11 @@ class RowGuesses:
     known also while nothing is speculated, and speculation begins again once it would pay.
     """
 
-    def __init__(self, proposers: Sequence[Proposer], rates: Rates) -> None:
+    def __init__(
+        self, proposers: Sequence[Proposer], rates: Rates, num_legal: Callable[[Sequence[int]], int] | None = None
+    ) -> None:
+        """`num_legal` tells how many leading ids of a guess may come at all."""
+        self._num_legal = num_legal
         self.proposers = sorted(proposers, key=lambda one: not one.certain)
         self.rates = rates
         self.tally = Tally()
@@ -69,15 +97,35 @@ class RowGuesses:
     def look(self, prompt: Sequence[int], generated: Sequence[int], limit: int) -> Guess:
         """The first proposer's guess that has one, made once per place. Raises what a proposer raises."""
         if self._looked != len(generated):
-            self._looked, self._found = len(generated), NOTHING
-            for proposer in self.proposers:
-                tokens = proposer.propose(prompt, generated, limit)[:limit]
-                if len(tokens):
-                    self._found = Guess(tokens, proposer.source, proposer.grade, proposer.prior, proposer.certain)
-                    break
+            self._looked, self._found = len(generated), self._first(prompt, generated, limit)
             if self._judged is None and self._found.tokens:
                 self._judged, self._at = self._found, 0
         return self._found
+
+    def _first(self, prompt: Sequence[int], generated: Sequence[int], limit: int) -> Guess:
+        found, begins = NOTHING, False
+        for proposer in self.proposers:
+            tokens = proposer.propose(prompt, generated, limit)
+            if self._num_legal is not None:
+                tokens = tokens[: self._num_legal(tokens[:limit])]
+            one = proposer
+            guess = Guess(tokens, one.source, one.grade, one.prior, one.certain, one.asserted).cut(limit)
+            size = len(found.tokens)
+            if len(guess.tokens) > size and list(tokens[:size]) == list(found.tokens):
+                found, begins = guess, proposer.begins
+            if found.tokens and not begins:
+                break
+        return found
+
+    @property
+    def waits(self) -> bool:
+        """Whether a proposer must see every token before the next is drawn."""
+        return any(proposer.waits for proposer in self.proposers)
+
+    @property
+    def used(self) -> Guess:
+        """The guess that a window tries."""
+        return self._judged or NOTHING
 
     def chance(self, guess: Guess) -> Chance:
         """What a guess is worth by what is known of its kind."""
@@ -128,4 +176,9 @@ def total(tallies: Iterable[Tally]) -> Tally:
             mine.extend([0] * (len(theirs) - len(mine)))
             for position, count in enumerate(theirs):
                 mine[position] += count
+        for source, theirs in tally.by_source.items():
+            mine = result.by_source.setdefault(source, Taken())
+            mine.drafted += theirs.drafted
+            mine.accepted += theirs.accepted
+            mine.spans += theirs.spans
     return result

@@ -12,13 +12,18 @@ class Proposer(ABC):
 
     `source` names the kind in statistics. `prior` is the share of its guesses thought right before any was seen. `grade` tells guesses of
     one proposer apart that are worth different trust; it holds for the last one made, and acceptance is tracked for each grade. `certain`
-    proposers only say what must come: they are asked first and their guesses need no evidence.
+    proposers only say what must come: they are asked first and their guesses need no evidence. `asserted` guesses aren't even verified,
+    and may be longer than asked for: what is left comes next. A longer guess of another proposer is taken if it `begins` with this one's.
+    One that `waits` speaks at places that must not be missed: its row is read back every step.
     """
 
     source: str = "custom"
     prior: float = 0.5
     grade: int = 0
     certain: bool = False
+    asserted: bool = False
+    begins: bool = False
+    waits: bool = False
 
     @abstractmethod
     def propose(self, prompt: Sequence[int], generated: Sequence[int], limit: int) -> Sequence[int]:

@@ -10,6 +10,7 @@ from typing import Protocol, cast
 
 from fastapi import Request
 
+from gnomon.chat.spans import SpanCache
 from gnomon.chat.template import ChatTemplate
 from gnomon.config import HTTPConfig, SamplingDefaults
 from gnomon.engine.api import Engine
@@ -78,6 +79,8 @@ class Services:
     endpoints: tuple[str, ...]
     """Method and path of every route."""
     tracer: Tracer = OFF
+    spans: SpanCache = field(default_factory=SpanCache)
+    """What is settled of calls of the tools that were offered lately."""
     responses: ResponseStore = field(default_factory=ResponseStore)
     started_at: float = field(default_factory=time.time)
 

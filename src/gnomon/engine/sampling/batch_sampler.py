@@ -80,13 +80,14 @@ class BatchSampler:
         self._plans.clear()
 
     def draw(
-        self, logits: mx.array, drafts: mx.array | None = None, allowed: Mapping[int, Words] | None = None
+        self, logits: mx.array, drafts: mx.array | None = None, allowed: Mapping[int, Sequence[Words]] | None = None
     ) -> Drawn:
         """Draw a token at every position of logits [B, L, V], of any float dtype.
 
         Position l of row b is output step `steps[b] + l` and its penalties see drafts[b, :l] (int [B, L-1]) as already generated.
-        `allowed[b]` are the ids that row b may draw at its first position, a bit each (uint32 words, least significant bit first);
-        later positions and other rows may draw any. Nothing advances until `commit`. Raises ValueError if the shapes don't fit the rows.
+        `allowed[b][l]` are the ids that row b may draw at position l, a bit each (uint32 words, least significant bit first); positions
+        behind the last of them and other rows may draw any. Nothing advances until `commit`. Raises ValueError if the shapes don't fit
+        the rows.
         """
         batch, width, vocab = logits.shape
         if batch != len(self._rows):
@@ -173,17 +174,19 @@ class BatchSampler:
         return Logprobs(logprobs, tokens, slots, wanted)
 
 
-def _masked(x: mx.array, allowed: Mapping[int, Words], width: int) -> mx.array:
-    """Scores [B·width, V] with what the rows in `allowed` may not draw at their first position at -inf."""
+def _masked(x: mx.array, allowed: Mapping[int, Sequence[Words]], width: int) -> mx.array:
+    """Scores [B·width, V] with what the rows in `allowed` may not draw at their leading positions at -inf."""
     total, vocab = x.shape
-    words = np.zeros((len(allowed), -(-vocab // 32)), dtype=np.uint32)
-    for slot, given in zip(words, allowed.values(), strict=True):
+    cells = {row * width + position: given for row, masks in allowed.items() for position, given in enumerate(masks)}
+    words = np.zeros((len(cells), -(-vocab // 32)), dtype=np.uint32)
+    for slot, given in zip(words, cells.values(), strict=True):
         count = min(len(slot), len(given))
         slot[:count] = given[:count]
     packed = mx.array(words)
-    if len(allowed) == total:
+    if len(cells) == total:
+        # Rows come in the batch's order, and so do their positions.
         return processors.allow(x, packed)
-    at = mx.array([row * width for row in allowed], dtype=mx.int32)
+    at = mx.array(list(cells), dtype=mx.int32)
     # A copy of the handle: assignment would otherwise change the caller's array.
     result = mx.array(x)
     result[at] = processors.allow(x[at], packed)

@@ -107,6 +107,9 @@ def plan(request: ChatRequest, services: Services, trace_id: str, name: str) -> 
         boundary=boundary_of(rendered, ids),
         constraint=form.constraint,
         thinking=template.thinking(rendered) if form.constraint is not None and not form.constraint.turn else None,
+        spans=services.spans.get(template, tools, decode_all(services), rendered.generation_prompt, kwargs)
+        if model.asserts_calls and tools and form.constraint is None and logprobs is None
+        else None,
         text=rendered.text,
     )
     job = Job(
@@ -126,6 +129,11 @@ def plan(request: ChatRequest, services: Services, trace_id: str, name: str) -> 
         extractor_for(template.tools, tools if form.calls else None, single=request.parallel_tool_calls is False),
         logprobs is not None,
     )
+
+
+def decode_all(services: Services) -> Callable[[Sequence[int]], str]:
+    """The text of ids with special tokens written out."""
+    return lambda ids: services.vocabulary.decode(ids, hide=False)
 
 
 def start(prepared: ChatJob, services: Services, endpoint: str, prompt_field: str) -> Generation:

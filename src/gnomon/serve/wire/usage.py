@@ -8,7 +8,7 @@ from typing import NotRequired
 
 from typing_extensions import TypedDict
 
-from gnomon.engine.api import CacheTier, Speculated, Usage
+from gnomon.engine.api import CacheTier, Filled, Speculated, Usage
 
 
 class PromptDetails(TypedDict):
@@ -50,9 +50,29 @@ class SpeculationBody(TypedDict):
     acceptedByPos: list[int]
 
 
+class FillBody(TypedDict):
+    """Tokens foretold by tools (`strict`, asserted), session (`echo`) or grammar (both verified). `injected` is their sum; `spanLens` has
+    the asserted tokens of each window, for which the model's own draws, `wastedSamples`, were thrown away."""
+
+    events: int
+    injected: int
+    strict: int
+    echo: int
+    grammar: int
+    spanLens: list[int]
+    wastedSamples: int
+    parseFallback: int
+    indexTruncated: bool
+    decodeSteps: int
+    verifyEvents: int
+    verifyAccepted: int
+    verifyRejected: int
+    branchStops: int
+
+
 class UsageBody(TypedDict):
     """`lane` is `batched` if the request ever shared a step, `serial+spec` if alone and tokens were guessed; `tier` is the weakest of its
-    parts; `speculation` is there if tokens could be guessed."""
+    parts; `speculation` is there if tokens could be guessed, `fill` if some could be foretold."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -61,6 +81,7 @@ class UsageBody(TypedDict):
     completion_tokens_details: NotRequired[CompletionDetails]
     cache: CacheBody
     speculation: NotRequired[SpeculationBody]
+    fill: NotRequired[FillBody]
     lane: str
     tier: str
 
@@ -93,6 +114,9 @@ def usage_body(usages: Sequence[Usage], tier: str, reasoning_tokens: int | None 
     speculated = [usage.speculation for usage in usages if usage.speculation is not None]
     if speculated:
         body["speculation"] = _speculation_body(speculated, completion)
+    filled = [usage.fill for usage in usages if usage.fill is not None]
+    if filled:
+        body["fill"] = _fill_body(filled)
     if reasoning_tokens is not None:
         body["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
     return body
@@ -127,6 +151,30 @@ def _speculation_body(all_of: Sequence[Speculated], tokens: int) -> SpeculationB
         "forwardsSaved": max(0, tokens - calls),
         "draftedByPos": _summed([one.drafted_at for one in all_of]),
         "acceptedByPos": _summed([one.accepted_at for one in all_of]),
+    }
+
+
+def _fill_body(all_of: Sequence[Filled]) -> FillBody:
+    strict, echo, grammar = (
+        sum(counts) for counts in zip(*((f.strict, f.echo, f.grammar) for f in all_of), strict=True)
+    )
+    spans = [span for one in all_of for span in one.spans]
+    checked = sum(one.verify_events for one in all_of)
+    return {
+        "events": len(spans) + checked,
+        "injected": strict + echo + grammar,
+        "strict": strict,
+        "echo": echo,
+        "grammar": grammar,
+        "spanLens": spans,
+        "wastedSamples": sum(one.wasted_samples for one in all_of),
+        "parseFallback": sum(one.parse_fallback for one in all_of),
+        "indexTruncated": any(one.index_truncated for one in all_of),
+        "decodeSteps": sum(one.decode_steps for one in all_of),
+        "verifyEvents": checked,
+        "verifyAccepted": echo + grammar,
+        "verifyRejected": sum(one.verify_drafted for one in all_of) - echo - grammar,
+        "branchStops": sum(one.branch_stops for one in all_of),
     }
 
 
