@@ -13,8 +13,9 @@ from gnomon.config import EngineConfig
 from gnomon.engine.batch import Batch
 from gnomon.engine.budget import Budget
 from gnomon.engine.counters import Counters
+from gnomon.engine.embedding import Embedder
 from gnomon.engine.heart import Heart
-from gnomon.engine.mailbox import Cancel, Mailbox, Stop, Submit
+from gnomon.engine.mailbox import Cancel, Embed, Mailbox, Stop, Submit
 from gnomon.engine.reuse import Reuse, cache_bytes
 from gnomon.engine.row import Job, ProposerFactory, Row
 from gnomon.engine.runner import Runner, forked
@@ -81,6 +82,7 @@ class Core:
             num_cached=self.reuse.num_cached,
             may_join=self.reuse.may_join,
         )
+        self.embedder = Embedder(self.runner)
         self.jobs: dict[str, Job] = {}
         """Open requests that reached this thread."""
         self.stopping = False
@@ -96,16 +98,17 @@ class Core:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.jobs)
+        return bool(self.jobs or self.embedder.waiting)
 
     def turn(self) -> None:
-        """Admit, prefill one window, start what is ready, step once."""
+        """Admit, prefill one window, start what is ready, step once, embed one window."""
         self.heart.beat("scheduling")
         self.admit()
         self.prefill()
         self.start()
         self.step()
         self.reap()
+        self.embedder.turn()
         if not self.jobs:
             self.rest()
         if time.monotonic() >= self.gauges_due:
@@ -118,6 +121,8 @@ class Core:
                 case Submit(job):
                     self.jobs[job.request.id] = job
                     self.scheduler.waiting.append(job)
+                case Embed(embedding):
+                    self.embedder.waiting.append(embedding)
                 case Cancel(request_id):
                     # Unknown ids are those of requests that have ended.
                     if job := self.jobs.get(request_id):
@@ -354,6 +359,7 @@ class Core:
         """The end: every open request hears that the engine can't go on."""
         for job in self.jobs.values():
             job.fail(error, code, fatal=True)
+        self.embedder.fail_all(error)
         self.reap()
 
     def close(self) -> None:

@@ -5,12 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
+from gnomon.engine.embedding import EmbeddingJob
 from gnomon.engine.row import Job
 
 
 @dataclass(frozen=True, slots=True)
 class Submit:
     job: Job
+
+
+@dataclass(frozen=True, slots=True)
+class Embed:
+    job: EmbeddingJob
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +29,7 @@ class Stop:
     pass
 
 
-Command = Submit | Cancel | Stop
+Command = Submit | Embed | Cancel | Stop
 
 
 class Mailbox:

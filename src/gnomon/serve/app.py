@@ -17,15 +17,27 @@ from gnomon.serve.history import History
 from gnomon.serve.limits import TRACE_HEADER, RequestFrame
 from gnomon.serve.metrics import Metrics
 from gnomon.serve.preparation import PreparationPool
-from gnomon.serve.routes import chat_completions, completions, health, messages, metrics, models, responses, root, stats
+from gnomon.serve.routes import (
+    chat_completions,
+    completions,
+    embeddings,
+    health,
+    messages,
+    metrics,
+    models,
+    responses,
+    root,
+    stats,
+)
 from gnomon.serve.services import VERSION, Services, Timing, Vocabulary
 from gnomon.serve.wire.anthropic import MessagesRequest
 from gnomon.serve.wire.chat import ChatRequest
 from gnomon.serve.wire.completions import CompletionRequest
+from gnomon.serve.wire.embeddings import EmbeddingRequest
 from gnomon.serve.wire.responses import ResponsesRequest
 from gnomon.trace import OFF, Tracer
 
-ROUTES = (chat_completions, completions, messages, responses, models, root, health, stats, metrics)
+ROUTES = (chat_completions, completions, embeddings, messages, responses, models, root, health, stats, metrics)
 EXPOSED = ("x-request-id", "request-id", TRACE_HEADER, "x-gnomon-tier", volatile.HEADER, "retry-after", "warning")
 
 
@@ -78,7 +90,7 @@ def create_app(
     for module in ROUTES:
         app.include_router(module.router)
     errors.install(app)
-    schema.install(app, (ChatRequest, CompletionRequest, MessagesRequest, ResponsesRequest))
+    schema.install(app, (ChatRequest, CompletionRequest, EmbeddingRequest, MessagesRequest, ResponsesRequest))
     # The last added is the outermost.
     app.add_middleware(KeyDoor, keys=http.api_keys)
     if http.allowed_origins:
