@@ -16,16 +16,18 @@ from mlx.utils import tree_flatten
 
 import tiny_models
 from gnomon.chat.tokenizer import Tokenizer
-from gnomon.config import EngineConfig
+from gnomon.config import EngineConfig, KvScheme, SpeculationConfig
 from gnomon.engine import admission
 from gnomon.engine.api import Delta, Event, Failed, Finished, ModelInfo, Request
 from gnomon.engine.budget import Budget
+from gnomon.engine.coding import coding_for
 from gnomon.engine.core import Core
 from gnomon.engine.counters import Counters
 from gnomon.engine.engine import Engine
 from gnomon.engine.heart import Heart
 from gnomon.engine.mailbox import Cancel, Mailbox, Submit
-from gnomon.engine.row import Job, ProposerFactory
+from gnomon.engine.row import Job
+from gnomon.engine.speculation import ProposerFactory, Speculation
 from gnomon.grammar import Compiler, Vocabulary
 from gnomon.models.bindings import bind
 from gnomon.models.load import LoadedModel
@@ -116,11 +118,15 @@ class Rig:
         config: EngineConfig | None = None,
         propose: ProposerFactory | None = None,
         budget: Budget | None = None,
+        speculation: Speculation | None = None,
+        kv: KvScheme | None = None,
     ) -> None:
         self.events: dict[str, list[Event]] = {}
         self.closed: list[str] = []
         self.mailbox = Mailbox()
         self.counters = Counters()
+        if propose is not None:
+            speculation = Speculation(SpeculationConfig(), vocab_size=loaded.vocab_size, extra=propose)
         self.core = Core(
             loaded,
             tiny_tokenizer(),
@@ -129,8 +135,9 @@ class Rig:
             self.mailbox,
             self.counters,
             Heart(1000),
-            propose,
+            speculation,
             lambda job: self.closed.append(job.request.id),
+            coding=None if kv is None else coding_for(loaded, kv),
         )
         self.loaded = loaded
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+from gnomon.propose import Proposer
 
-class Oracle:
+
+class Oracle(Proposer):
     """Proposes what `answer` says follows; each guess is spoiled with probability `error`, and some steps get no guesses at all."""
 
     def __init__(self, answer: Sequence[int], vocab_size: int, error: float, seed: int = 0) -> None:

@@ -20,6 +20,7 @@ from gnomon.engine.api import EngineUnavailable, Event, Failed, Finished, Reques
 from gnomon.engine.output import TextOutput
 from gnomon.engine.sampling import BatchSampler, Drawn
 from gnomon.engine.scheduler import Scheduler
+from gnomon.propose import Proposer
 from solo import GAP_BOUNDS, Solo, solo, ties_until_equal
 
 POISON = 300
@@ -225,12 +226,12 @@ def test_a_sink_that_raises_loses_only_its_own_request() -> None:
     assert_unharmed(rig, "llama", 7)
 
 
-class Raises:
+class Raises(Proposer):
     def propose(self, prompt: Sequence[int], generated: Sequence[int], limit: int) -> Sequence[int]:
         raise ValueError("injected")
 
 
-class ProposesNonsense:
+class ProposesNonsense(Proposer):
     def propose(self, prompt: Sequence[int], generated: Sequence[int], limit: int) -> Sequence[int]:
         return [VOCAB_SIZE]
 

@@ -13,6 +13,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 import tiny_models
+from gnomon.config import KvScheme
 from gnomon.hub.headers import Tensor, read_header
 from gnomon.models import fit, machine
 from gnomon.models.fit import MATRIX_CONTEXT, SKUS, Needs, measure_needs, needs_of, sku, usable
@@ -96,7 +97,7 @@ def test_kv_elements() -> None:
     assert needs_of(LLAMA, BF16).full == 2 * 32 * 8 * 128 * 2
     assert needs_of(LLAMA, {"model.norm.weight": Tensor("F32", (4,), 16)}).full == 2 * 32 * 8 * 128 * 4
     # Affine: bits / 8 + 4 / group bytes, scales and biases in 16 bits.
-    assert needs_of(LLAMA, BF16, kv_bits=4, kv_group=64).full == 2 * 32 * 8 * 128 * (0.5 + 4 / 64)
+    assert needs_of(LLAMA, BF16, KvScheme("affine", bits=4)).full == 2 * 32 * 8 * 128 * (0.5 + 4 / 64)
 
 
 def test_a_directory_is_read_by_its_headers(starter_path: Path) -> None:

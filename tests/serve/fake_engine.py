@@ -64,6 +64,7 @@ class ByteTokenizer:
     """Ids 0 to 255 are bytes, 256 begins a sequence."""
 
     vocab_size = 257
+    longest_token = 3
     special_tokens: Mapping[str, str] = {"bos_token": "<s>"}
 
     def __init__(self, chat_template: str | None = TEMPLATE) -> None:

@@ -6,13 +6,13 @@ import json
 import logging
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from gnomon.cli._library import find, stderr
 from gnomon.cli._verbs import CommandError
-from gnomon.config import Config, with_model_defaults
+from gnomon.config import Config, ModelConfig, with_model_defaults
 
 if TYPE_CHECKING:
     from gnomon.chat.template import ChatTemplate
@@ -79,12 +79,22 @@ def start(config: Config, found: Found) -> Loaded:
             config.engine,
             model_id=found.id,
             kernels=config.kernel,
+            speculation=config.speculation,
+            draft=draft_of(config),
+            measurements=config.paths.cache,
             kernel_cache=config.paths.cache / "kernels",
+            kv=config.kv.scheme,
             tracer=tracer,
         )
     except (ValueError, OSError, RuntimeError, ImportError) as e:
         raise CommandError(f"{found.id} can't be loaded: {e}") from e
     return Loaded(engine, tokenizer, template, config, tracer)
+
+
+def draft_of(config: Config) -> Path | None:
+    """The directory of the draft model that the flags ask for. Raises CommandError when there is none such."""
+    wanted = config.speculation.draft_model
+    return None if wanted is None else find(replace(config, model=ModelConfig(model=wanted))).path
 
 
 def tracer_of(config: Config) -> Tracer:

@@ -11,14 +11,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gnomon.cli._verbs import CommandError
-from gnomon.config import ClientConfig, Config, EngineConfig, KernelConfig, ModelConfig, SamplingDefaults
+from gnomon.config import (
+    ClientConfig,
+    Config,
+    EngineConfig,
+    KernelConfig,
+    KvConfig,
+    ModelConfig,
+    SamplingDefaults,
+    SpeculationConfig,
+)
 
 if TYPE_CHECKING:
     from gnomon.cli._screen import Answer
 
 NAME = "chat"
 HELP = "talk with a model; in this process or through a server"
-GROUPS = (ModelConfig, EngineConfig, SamplingDefaults, KernelConfig, ClientConfig)
+GROUPS = (ModelConfig, EngineConfig, SamplingDefaults, SpeculationConfig, KernelConfig, KvConfig, ClientConfig)
 COMMANDS = {
     "/system TEXT": "set the system message and start again; without TEXT show it",
     "/reset": "forget the conversation",

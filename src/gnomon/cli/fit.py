@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from gnomon.cli._library import find, runs, size, store_of
 from gnomon.cli._verbs import CommandError
-from gnomon.config import Config, EngineConfig, ModelConfig, settings
+from gnomon.config import Config, EngineConfig, KvConfig, ModelConfig, settings
 
 if TYPE_CHECKING:
     from gnomon.models.fit import Needs
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 NAME = "fit"
 HELP = "predict memory and decode speed of a model, or of all that are here"
-GROUPS = (ModelConfig,)
+GROUPS = (ModelConfig, KvConfig)
 _BUDGET = next(s for s in settings([EngineConfig]) if s.name == "memory_budget")
 
 
@@ -70,13 +70,13 @@ def _models(config: Config) -> list[tuple[str, Needs]]:
     if config.model.wanted is not None:
         found = find(config)
         try:
-            return [(found.id, measure_needs(found.path))]
+            return [(found.id, measure_needs(found.path, config.kv.scheme))]
         except (OSError, ValueError) as error:
             raise CommandError(f"{found.id}: {error}") from error
     here: list[tuple[str, Path]] = [(m.id, m.path) for m in scan(store_of(config)).servable() if runs(m)]
     if not here:
         raise CommandError("no models are here: gnomon get OWNER/NAME, or gnomon serve for the starter")
-    return [(id, measure_needs(path)) for id, path in here]
+    return [(id, measure_needs(path, config.kv.scheme)) for id, path in here]
 
 
 def _row(id: str, needs: Needs, context: int, room: float, gbps: float) -> dict[str, Any]:

@@ -7,12 +7,21 @@ import sys
 from contextlib import closing
 
 from gnomon.cli._verbs import CommandError
-from gnomon.config import ClientConfig, Config, EngineConfig, KernelConfig, ModelConfig, SamplingDefaults
+from gnomon.config import (
+    ClientConfig,
+    Config,
+    EngineConfig,
+    KernelConfig,
+    KvConfig,
+    ModelConfig,
+    SamplingDefaults,
+    SpeculationConfig,
+)
 
 NAME = "generate"
 ALIASES = ("gen",)
 HELP = "answer one prompt, streaming; in this process or from a server"
-GROUPS = (ModelConfig, EngineConfig, SamplingDefaults, KernelConfig, ClientConfig)
+GROUPS = (ModelConfig, EngineConfig, SamplingDefaults, SpeculationConfig, KernelConfig, KvConfig, ClientConfig)
 MAX_TOKENS = 256
 
 

@@ -15,6 +15,7 @@ GROUPS = SERVE
 def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
+    from gnomon.cli import _browser
     from gnomon.cli._library import find
     from gnomon.cli._model import start, working
     from gnomon.cli._prompt_log import PromptLog
@@ -34,7 +35,10 @@ def run(args: argparse.Namespace) -> int:
             loaded = start(config, found)
 
         def ready() -> None:
-            console.print(f"Gnomon {VERSION} serves {found.id} at {address_of(bound)}", markup=False, soft_wrap=True)
+            address = address_of(bound)
+            console.print(f"Gnomon {VERSION} serves {found.id} at {address}", markup=False, soft_wrap=True)
+            if console.is_interactive and not config.http.no_open and not config.http.unix:
+                _browser.show(address)
 
         engine = PromptLog(loaded.engine, loaded.tokenizer) if config.log.log_prompts else loaded.engine
         app = create_app(

@@ -7,6 +7,7 @@ checks and `gnomon config` are all derived from them. Nothing else in Gnomon rea
 from gnomon.config.engine import EngineConfig
 from gnomon.config.http import HTTPConfig
 from gnomon.config.kernel import KernelConfig
+from gnomon.config.kv import KvConfig, KvScheme
 from gnomon.config.log import LogConfig, TraceConfig
 from gnomon.config.model import ClientConfig, ModelConfig, Paths
 from gnomon.config.resolve import (
@@ -22,6 +23,7 @@ from gnomon.config.resolve import (
     with_model_defaults,
 )
 from gnomon.config.sampling import SamplingDefaults
+from gnomon.config.speculation import SpeculationConfig
 from gnomon.config.units import GB, GiB, KiB, MiB
 from gnomon.options import ConfigError
 
@@ -39,12 +41,15 @@ __all__ = [
     "HTTPConfig",
     "KernelConfig",
     "KiB",
+    "KvConfig",
+    "KvScheme",
     "LogConfig",
     "MiB",
     "ModelConfig",
     "Origin",
     "Paths",
     "SamplingDefaults",
+    "SpeculationConfig",
     "TraceConfig",
     "add_arguments",
     "resolve",

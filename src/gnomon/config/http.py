@@ -30,6 +30,7 @@ class HTTPConfig:
         True, "move lines that known clients change with every request off the front of system prompts"
     )
     preparation_queue: int = option(64, "requests that may wait for rendering and tokenising", low=1, high=1_000_000)
+    no_open: bool = option(False, "don't open the chat page in a browser when started from a terminal")
     shutdown_timeout_ms: int = option(
         120_000, "how long open requests may finish after SIGTERM", low=0, high=86_400_000, unit="ms"
     )

@@ -14,9 +14,11 @@ from typing import Any, Literal, cast
 from gnomon.config.engine import EngineConfig
 from gnomon.config.http import HTTPConfig
 from gnomon.config.kernel import KernelConfig
+from gnomon.config.kv import KvConfig
 from gnomon.config.log import LogConfig, TraceConfig
 from gnomon.config.model import ClientConfig, ModelConfig, Paths
 from gnomon.config.sampling import SamplingDefaults
+from gnomon.config.speculation import SpeculationConfig
 from gnomon.options import ConfigError, Given, Setting, Take, TakeFlag, kind_of
 
 
@@ -45,7 +47,9 @@ class Config:
     paths: Paths = field(default_factory=Paths)
     log: LogConfig = field(default_factory=LogConfig)
     kernel: KernelConfig = field(default_factory=KernelConfig)
+    kv: KvConfig = field(default_factory=KvConfig)
     trace: TraceConfig = field(default_factory=TraceConfig)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     origins: Mapping[str, Origin] = field(default_factory=dict[str, Origin])
     notes: tuple[str, ...] = ()
 
@@ -62,7 +66,9 @@ Group = type[
     | Paths
     | LogConfig
     | KernelConfig
+    | KvConfig
     | TraceConfig
+    | SpeculationConfig
 ]
 GROUPS: Mapping[str, Group] = {
     "model": ModelConfig,
@@ -73,11 +79,23 @@ GROUPS: Mapping[str, Group] = {
     "paths": Paths,
     "log": LogConfig,
     "kernel": KernelConfig,
+    "kv": KvConfig,
     "trace": TraceConfig,
+    "speculation": SpeculationConfig,
 }
 COMMON = (Paths, LogConfig)
 """Groups whose flags every verb takes."""
-SERVE = (ModelConfig, EngineConfig, SamplingDefaults, HTTPConfig, KernelConfig, TraceConfig, *COMMON)
+SERVE = (
+    ModelConfig,
+    EngineConfig,
+    SamplingDefaults,
+    SpeculationConfig,
+    HTTPConfig,
+    KernelConfig,
+    KvConfig,
+    TraceConfig,
+    *COMMON,
+)
 
 
 def settings(groups: Iterable[Group] | None = None) -> Iterator[Setting]:
@@ -143,7 +161,29 @@ def resolve(args: argparse.Namespace | None = None, environ: Mapping[str, str] |
         raise ConfigError(
             str(origins["kernel.l1"]), "excludes --kernels native: only stock operations equal mlx-lm to the bit"
         )
-    return Config(**cast("dict[str, Any]", built), origins=origins, notes=tuple(_unknown_variables(environ)))
+    kv = cast("KvConfig", built["kv"])
+    if kernel.l1 and kv.l2:
+        raise ConfigError(str(origins["kv.l2"]), "excludes --l1: one names mlx-optiq as the oracle, the other mlx-lm")
+    _ = kv.scheme  # a scheme that can't be is refused here, with every other value
+    notes = (
+        *_speculation_notes(cast("SpeculationConfig", built["speculation"]), origins),
+        *_unknown_variables(environ),
+    )
+    return Config(**cast("dict[str, Any]", built), origins=origins, notes=notes)
+
+
+def _speculation_notes(wanted: SpeculationConfig, origins: Mapping[str, Origin]) -> Iterator[str]:
+    """Settings of proposers that have no effect. Raises ConfigError for those that exclude each other."""
+    given = [origins[key] for key in ("speculation.ngram_max", "speculation.ngram_min") if key in origins]
+    if wanted.ngram and wanted.ngram_min > wanted.ngram_max:
+        name = str(given[-1]) if given else "--ngram-min"
+        raise ConfigError(name, f"--ngram-min {wanted.ngram_min} is more than --ngram-max {wanted.ngram_max}")
+    if wanted.draft_kind == "two-model" and wanted.draft_model is None:
+        raise ConfigError(str(origins["speculation.draft_kind"]), "two-model needs --draft-model")
+    if not wanted.ngram:
+        yield from (f"{origin} has no effect without --draft-kind ngram" for origin in given)
+    if not wanted.enabled and (origin := origins.get("speculation.num_draft_tokens")) is not None:
+        yield f"{origin} has no effect without --draft-model or --draft-kind ngram"
 
 
 def _from_flag(s: Setting, given: Mapping[str, Any]) -> tuple[Any, Origin] | None:

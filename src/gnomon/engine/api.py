@@ -112,6 +112,24 @@ class CacheMiss:
 
 
 @dataclass(frozen=True, slots=True)
+class Speculated:
+    """Guessed tokens of one request, its choices together. `target_calls` are forwards of the model that gave it tokens, `lengths` how many
+    guesses each window got accepted; `drafted_at` and `accepted_at` count guesses by their place in the window."""
+
+    drafted: int
+    accepted: int
+    target_calls: int
+    lengths: tuple[int, ...] = ()
+    drafted_at: tuple[int, ...] = ()
+    accepted_at: tuple[int, ...] = ()
+
+    @property
+    def rounds(self) -> int:
+        """Forwards that verified guesses."""
+        return len(self.lengths)
+
+
+@dataclass(frozen=True, slots=True)
 class Usage:
     """Token counts and times of one request. `completion_tokens` sums over its choices and counts an end-of-sequence token."""
 
@@ -122,10 +140,12 @@ class Usage:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     tier: Tier = "L1"
-    lane: Literal["serial", "batched"] = "serial"
+    lane: Literal["serial", "serial+spec", "batched"] = "serial"
     cache_tier: CacheTier = "none"
     """Where the reused tokens' state came from."""
     cache_miss: CacheMiss | None = None
+    speculation: Speculated | None = None
+    """None if nothing could be guessed for it."""
 
 
 @dataclass(frozen=True, slots=True)

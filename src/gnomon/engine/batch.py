@@ -31,8 +31,8 @@ class Batch:
         return sum(row.open for row in self.rows)
 
     @property
-    def has_proposers(self) -> bool:
-        return any(row.proposer is not None for row in self.rows)
+    def has_guesses(self) -> bool:
+        return any(row.guesses is not None for row in self.rows)
 
     @property
     def has_constraints(self) -> bool:

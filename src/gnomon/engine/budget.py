@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import psutil
 
+from gnomon.config import KvScheme
 from gnomon.engine.row import Job
 from gnomon.models.fit import PREFILL, TRANSIENT_PER_TOKEN, Needs, measure_needs, usable
 from gnomon.models.load import LoadedModel
@@ -80,13 +81,18 @@ def allocator_limits(limit: int | None) -> Generator[None]:
             mx.set_wired_limit(wired)
 
 
-def budget_for(loaded: LoadedModel, limit: int | None) -> Budget:
-    """Measure a loaded model.
+def budget_for(
+    loaded: LoadedModel, limit: int | None, kv: KvScheme | None = None, draft: LoadedModel | None = None
+) -> Budget:
+    """Measure a loaded model under a scheme of keys and values, and with it the one that drafts for it, whose are plain.
 
     Raises `OverBudget` when not even one token fits, and ValueError when there is a limit and the model can't be measured.
     """
     try:
-        needs = measure_needs(loaded.path)
+        needs = measure_needs(loaded.path, kv)
+        if draft is not None:
+            its = measure_needs(draft.path)
+            needs = replace(needs, weights=needs.weights + its.weights, full=needs.full + its.full)
     except (OSError, ValueError):
         if limit is not None:
             raise

@@ -17,11 +17,13 @@ from gnomon.engine.embedding import Embedder
 from gnomon.engine.heart import Heart
 from gnomon.engine.mailbox import Cancel, Embed, Mailbox, Stop, Submit
 from gnomon.engine.reuse import Reuse, cache_bytes
-from gnomon.engine.row import Job, ProposerFactory, Row
+from gnomon.engine.row import Job, Row
 from gnomon.engine.runner import Runner, forked
 from gnomon.engine.scheduler import Prepared, Scheduler
+from gnomon.engine.speculation import Speculation
 from gnomon.models.load import LoadedModel
 from gnomon.state.batch_state import BatchState
+from gnomon.state.codecs import Coding
 from gnomon.state.prefix import PrefixCache
 from gnomon.trace import OFF, Phase, Tracer, Value
 
@@ -50,10 +52,11 @@ class Core:
         mailbox: Mailbox,
         counters: Counters,
         heart: Heart,
-        propose: ProposerFactory | None,
+        speculation: Speculation | None,
         on_close: Callable[[Job], None],
         *,
         prime: Callable[[BatchState], None] | None = None,
+        coding: Coding | None = None,
         tracer: Tracer = OFF,
     ) -> None:
         self.loaded = loaded
@@ -61,10 +64,8 @@ class Core:
         self.mailbox = mailbox
         self.counters = counters
         self.heart = heart
-        self.runner = Runner(loaded, config, counters, heart, prime)
-        self.make_proposer = propose if loaded.binding.window_safe else None
-        if propose is not None and not loaded.binding.window_safe:
-            log.warning("a window of several tokens disturbs %s models: nothing is proposed", loaded.model_type)
+        self.runner = Runner(loaded, config, counters, heart, prime, coding)
+        self.speculation = speculation
         self.on_close = on_close
         self.tracer = tracer
         self.eos_ids = frozenset({*loaded.eos_token_ids, *tokenizer.eos_ids})
@@ -90,8 +91,8 @@ class Core:
         self.num_spans = 0
         self.num_rebuilds = 0
         """Shared steps that failed since one went well."""
-        self.batch = Batch(self.reuse.left)
-        self.stepper = self.runner.new_stepper(self.batch)
+        self.batch = Batch(self.left)
+        self.stepper = self.runner.new_stepper(self.batch, speculation)
         self.take_gauges()
 
     # A turn
@@ -267,10 +268,16 @@ class Core:
         if not job.open:
             return None
         try:
-            return job.begin_row(self.tokenizer, self.eos_ids, self.make_proposer)
+            return job.begin_row(self.tokenizer, self.eos_ids, self.speculation)
         except Exception as error:  # noqa: BLE001  (both are made from this request's own fields)
             job.fail(error)
             return None
+
+    def left(self, row: Row, state: BatchState, b: int) -> None:
+        """A closed row is about to go: what it leaves is kept."""
+        self.reuse.left(row, state, b)
+        if self.speculation is not None:
+            self.speculation.leave(row)
 
     # Traces
 
@@ -319,8 +326,8 @@ class Core:
         prefill of every row, so it is not repeated without end.
         """
         rows = [row for row in self.batch.rows if row.open]
-        self.batch.clear()
-        self.stepper = self.runner.new_stepper(self.batch)
+        self.drop_batch()
+        self.stepper = self.runner.new_stepper(self.batch, self.speculation)
         mx.clear_cache()
         self.num_rebuilds += 1
         if len(rows) == 1 or self.num_rebuilds > MAX_REBUILDS:
@@ -348,8 +355,8 @@ class Core:
         for job in self.jobs.values():
             if job.admitted:
                 job.fail(error)
-        self.batch.clear()
-        self.stepper = self.runner.new_stepper(self.batch)
+        self.drop_batch()
+        self.stepper = self.runner.new_stepper(self.batch, self.speculation)
         self.scheduler.drop_closed()
         self.reap()
         mx.clear_cache()
@@ -365,10 +372,16 @@ class Core:
     def close(self) -> None:
         """Let go of all states, after what still computes on them."""
         mx.synchronize()
-        self.batch.clear()
+        self.drop_batch()
         self.stepper.flight = None
         self.scheduler.drop_closed()
         mx.clear_cache()
+
+    def drop_batch(self) -> None:
+        """Let go of all rows and of whatever is computed for them."""
+        self.batch.clear()
+        if self.speculation is not None:
+            self.speculation.forget()
 
     def check_integrity(self) -> None:
         """Raise RuntimeError when the books of an idle core aren't empty."""
@@ -388,6 +401,8 @@ class Core:
         under_way = (self.scheduler.long, self.scheduler.short)
         states += [one.prefill.state for one in under_way if one is not None]
         counters.kv_bytes = sum(state.nbytes() for state in states if state is not None)
+        if self.speculation is not None and self.speculation.draft is not None:
+            counters.kv_bytes += self.speculation.draft.nbytes()
         counters.active_rows = self.batch.num_open
         counters.memory = {
             "active_bytes": mx.get_active_memory(),

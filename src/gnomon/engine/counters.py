@@ -60,6 +60,9 @@ class Counters:
     prefill_chunks: int = 0
     proposed_tokens: int = 0
     accepted_tokens: int = 0
+    proposed_at: list[int] = field(default_factory=list[int])
+    accepted_at: list[int] = field(default_factory=list[int])
+    """Proposed and accepted tokens by their place in the window."""
     masks: int = 0
     mask_seconds: float = 0.0
     """Host time spent on finding what constrained rows may draw."""
@@ -84,6 +87,15 @@ class Counters:
                 self.step_buckets[i] += 1
                 return
         self.step_buckets[-1] += 1
+
+    def guessed(self, proposed: int, accepted: int) -> None:
+        """A row's guesses were verified."""
+        self.proposed_tokens += proposed
+        self.accepted_tokens += accepted
+        for counts, n in ((self.proposed_at, proposed), (self.accepted_at, accepted)):
+            counts.extend([0] * (proposed - len(counts)))
+            for position in range(n):
+                counts[position] += 1
 
     def ended(self, job: Job) -> None:
         """A request left."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from gnomon.chat.constraint import Constraint
 from gnomon.chat.tokenizer import Tokenizer
-from gnomon.config import EngineConfig, KernelConfig
+from gnomon.config import EngineConfig, KernelConfig, KvScheme, SpeculationConfig
 from gnomon.engine import admission, stats
 from gnomon.engine.api import (
     EngineUnavailable,
@@ -32,15 +32,18 @@ from gnomon.engine.api import (
     Unenforceable,
 )
 from gnomon.engine.budget import Budget, allocator_limits, budget_for
+from gnomon.engine.coding import coding_for, stats_of, tier_of
 from gnomon.engine.completion import Completion, collect
 from gnomon.engine.core import Core
 from gnomon.engine.counters import Counters
+from gnomon.engine.drafting import check_draft, check_tokenizers, open_speculation
 from gnomon.engine.embedding import EmbeddingJob, embeds
 from gnomon.engine.heart import Heart
 from gnomon.engine.mailbox import Cancel, Embed, Mailbox, Stop, Submit
-from gnomon.engine.row import Job, ProposerFactory
-from gnomon.engine.runner import DeviceFailed
+from gnomon.engine.row import Job
+from gnomon.engine.runner import DeviceFailed, Runner
 from gnomon.engine.sampling import fresh_seed
+from gnomon.engine.speculation import ProposerFactory
 from gnomon.grammar import Compiled, Compiler, Vocabulary
 from gnomon.grammar import Unenforceable as NoGrammar
 from gnomon.kernels import native
@@ -63,7 +66,8 @@ MAX_RESETS = 3
 class Engine:
     """Serves one model from one thread, which loads it, builds every graph and evaluates it.
 
-    `load`, `propose` and `prime` run on that thread; `prime` may fill the fresh state of a prompt before its prefill. `on_failure`
+    `load`, `load_draft`, `propose` and `prime` run on that thread; `prime` may fill the fresh state of a prompt before its prefill. What
+    steps cost is kept in the directory `measurements`. `on_failure`
     is called from it, once, after every open request has heard `Failed`, when the engine can't go on: the host process should
     then exit non-zero.
     """
@@ -75,20 +79,29 @@ class Engine:
         config: EngineConfig | None = None,
         *,
         model_id: str | None = None,
+        speculation: SpeculationConfig | None = None,
+        load_draft: Callable[[], LoadedModel] | None = None,
+        measurements: Path | None = None,
         propose: ProposerFactory | None = None,
         on_failure: Callable[[str], None] | None = None,
         prime: Callable[[BatchState], None] | None = None,
         tracer: Tracer = OFF,
         kernels: KernelConfig | None = None,
         kernel_cache: Path | None = None,
+        kv: KvScheme | None = None,
     ) -> None:
         self.config = config or EngineConfig()
         self._kernel_config = kernels or KernelConfig(kernels="stock")
         self._kernel_cache = kernel_cache
+        self._kv = kv or KvScheme()
+        self._kv_stats: dict[str, Any] = {}
         self._kernels = Kernels("stock", native=False)
         self.tokenizer = tokenizer
         self._load = load
         self._model_id = model_id
+        self._speculate = speculation or SpeculationConfig()
+        self._load_draft = load_draft
+        self._measurements = measurements
         self._propose = propose
         self._prime = prime
         self._tracer = tracer
@@ -285,8 +298,16 @@ class Engine:
             },
             **stats.snapshot(self._counters, self.config, self._model, self._budget, jobs),
             **({"prompt_cache": self._core.reuse.stats()} if self._core is not None else {}),
+            **self._told_of_speculation(),
             "kernels": dict(self._kernels.stats()),
+            "kv_quant": self._kv_stats,
         }
+
+    def _told_of_speculation(self) -> Mapping[str, Any]:
+        core = self._core
+        if core is None or core.speculation is None:
+            return {"speculation": {"enabled": False}}
+        return {"speculation": {"enabled": True, **core.speculation.stats(self._counters.active_rows)}}
 
     def drain(self, timeout: float) -> bool:
         """Refuse new requests and wait up to `timeout` seconds for the open ones; True if all ended by themselves."""
@@ -383,7 +404,18 @@ class Engine:
         )
         binding = loaded.binding
         limits = [one for one in (loaded.context_length, self.config.context_limit) if one is not None]
-        budget = self._budget = budget_for(loaded, self.config.memory_budget)
+        draft = self._load_draft() if self._load_draft is not None else None
+        if draft is not None:
+            check_draft(draft)
+            native.prepare(
+                draft.model,
+                "stock" if wanted.stock else wanted.kernels,
+                cache=self._kernel_cache,
+                threads=wanted.threads,
+            )
+        budget = self._budget = budget_for(loaded, self.config.memory_budget, self._kv, draft)
+        coding = coding_for(loaded, self._kv)
+        self._kv_stats = stats_of(self._kv, coding, loaded)
         core = Core(
             loaded,
             self.tokenizer,
@@ -392,9 +424,19 @@ class Engine:
             self._mailbox,
             self._counters,
             self._heart,
-            self._propose,
+            open_speculation(
+                self._speculate,
+                loaded,
+                draft,
+                runner_of=lambda model: Runner(model, self.config, Counters(), self._heart),
+                kernels=f"native {self._kernels.isa} x{self._kernels.threads}" if self._kernels.native else "stock",
+                reuse=lambda: self._opened.reuse,
+                measurements=self._measurements,
+                extra=self._propose,
+            ),
             self._closed,
             prime=self._prime,
+            coding=coding,
             tracer=self._tracer,
         )
         self._model = ModelInfo(
@@ -408,9 +450,15 @@ class Engine:
             created=int(self._started),
             batchable=binding.batchable,
             why_not_batchable=binding.why_not,
-            tier="Lab" if self._kernels.native else "L1",
+            tier="Lab" if self._kernels.native else tier_of(self._kv, coding, loaded),
         )
         return core
+
+    @property
+    def _opened(self) -> Core:
+        if self._core is None:
+            raise EngineUnavailable("the model is still loading")
+        return self._core
 
     def _fail(self, core: Core | None, error: Exception) -> None:
         """The engine can't go on: tell every open request, health and the host."""
@@ -454,27 +502,43 @@ def load(
     *,
     kernels: KernelConfig | None = None,
     kernel_cache: Path | None = None,
+    speculation: SpeculationConfig | None = None,
+    draft: Path | None = None,
+    measurements: Path | None = None,
+    kv: KvScheme | None = None,
     model_id: str | None = None,
     on_failure: Callable[[str], None] | None = None,
     tracer: Tracer = OFF,
 ) -> Engine:
     """Load the MLX model directory at `path` and start its engine. Raises what loading raises.
 
-    `kernels` None means stock operations; builds of native kernels are kept in `kernel_cache`. Stop the engine when done: it is a
-    context manager.
+    `kernels` None means stock operations; builds of native kernels are kept in `kernel_cache`, measured costs of steps in
+    `measurements`. `draft` is the directory of the model that drafts, `speculation.draft_model` unless given. `kv` None holds keys
+    and values plain.
+
+    Stop the engine when done: it is a context manager.
     """
     path = Path(path)
     # Before the tokenizer's word on what it misses.
     read_config(path)
     tokenizer = Tokenizer.load(path)
+    if draft is None and speculation is not None and speculation.draft_model is not None:
+        draft = Path(speculation.draft_model)
+    if draft is not None:
+        read_config(draft)
+        check_tokenizers(tokenizer, Tokenizer.load(draft))
     engine = Engine(
         lambda: load_model(path),
         tokenizer,
         config,
         model_id=model_id,
+        speculation=speculation,
+        load_draft=None if draft is None else lambda: load_model(draft),
+        measurements=measurements,
         on_failure=on_failure,
         kernels=kernels,
         kernel_cache=kernel_cache,
+        kv=kv,
         tracer=tracer,
     )
     try:

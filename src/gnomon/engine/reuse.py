@@ -17,6 +17,7 @@ from gnomon.engine.runner import Runner
 from gnomon.state.batch_state import BatchState
 from gnomon.state.prefix import BLOCK, PrefixCache
 from gnomon.state.prefix.block import common
+from gnomon.state.snapshot import RowSnapshot
 
 log = logging.getLogger(__name__)
 
@@ -144,6 +145,23 @@ class Reuse:
     def ended(self, job: Job) -> None:
         self._peeked.pop(job.request.id, None)
 
+    # A draft model's states
+
+    def lend_companion(self, runner: Runner, namespace: str, tokens: Sequence[int]) -> RowSnapshot | None:
+        """The longest state that `runner`'s model, another than the engine's own, left of a beginning of these tokens."""
+        if self.cache is not None:
+            with self._guarded("lend a draft model's state"):
+                return self.cache.lend(f"draft {identity(runner)}\n{namespace}", tokens).snapshot
+        return None
+
+    def publish_companion(
+        self, runner: Runner, namespace: str, tokens: Sequence[int], state: BatchState, b: int
+    ) -> None:
+        """Keep the state of these tokens, the first of row `b` of a state of `runner`'s model."""
+        if self.cache is not None:
+            with self._guarded("keep a draft model's state"):
+                self.cache.publish(f"draft {identity(runner)}\n{namespace}", tokens, state, b)
+
     def allow(self, num_bytes: int | None) -> None:
         """How much memory requests leave for the cache; None if nobody limits it."""
         if self.cache is not None and num_bytes is not None:
@@ -211,5 +229,6 @@ class Reuse:
 
 def identity(runner: Runner) -> str:
     """What the bits of a state depend on beside the tokens."""
-    loaded = runner.loaded
-    return "\n".join((str(loaded.path), loaded.model_type, version("mlx"), str(mx.default_device())))
+    loaded, coding = runner.loaded, runner.coding
+    scheme = coding.name if coding is not None else "plain"
+    return "\n".join((str(loaded.path), loaded.model_type, version("mlx"), str(mx.default_device()), scheme))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 from gnomon.chat.tokenizer import Tokenizer
 from gnomon.engine.api import (
@@ -18,20 +18,20 @@ from gnomon.engine.api import (
     Progress,
     Request,
     Sink,
+    Speculated,
     Tier,
     Usage,
 )
 from gnomon.engine.constrained import RowConstraint
 from gnomon.engine.output import TextOutput, token_logprob
 from gnomon.engine.sampling import RowSampling, Score
+from gnomon.engine.speculation import Speculation
 from gnomon.grammar import Compiled
-from gnomon.propose import Proposer
+from gnomon.propose import RowGuesses
+from gnomon.propose.guesses import total
 from gnomon.state.prefix import Miss
 
 log = logging.getLogger(__name__)
-
-ProposerFactory = Callable[[Request, int], Proposer | None]
-"""Makes the proposer of one choice (request, choice index), or None for plain decoding."""
 
 
 class Job:
@@ -64,6 +64,8 @@ class Job:
         self.num_cached = 0
         """Prompt tokens whose state was lent."""
         self.miss: Miss | None = None
+        self.num_processed = 0
+        """Prompt tokens whose state exists."""
         self.num_generated = 0
         self.submitted = time.monotonic()
         self.admitted = 0.0
@@ -83,21 +85,22 @@ class Job:
         """Choices that still need a row or have one."""
         return self.request.n - sum(not row.open for row in self.rows) if self.open else 0
 
-    def begin_row(self, tokenizer: Tokenizer, eos_ids: Collection[int], make_proposer: ProposerFactory | None) -> Row:
-        """The next choice. Raises what making its text output or proposer raises."""
+    def begin_row(self, tokenizer: Tokenizer, eos_ids: Collection[int], speculation: Speculation | None) -> Row:
+        """The next choice. Raises what making its text output or proposers raises."""
         request, index = self.request, len(self.rows)
         output = TextOutput(tokenizer, request.stop, () if request.ignore_eos else eos_ids)
         constraint = None
         if self.grammar is not None:
             constraint = RowConstraint(self.grammar.start(), tokenizer, request.thinking)
         # A constrained row takes no proposals: its mask is known one token at a time.
-        proposer = make_proposer(request, index) if make_proposer is not None and constraint is None else None
-        row = Row(self, index, tokenizer, output, proposer, (*eos_ids, *tokenizer.newline_ids), constraint)
+        guesses = speculation.begin(request, index) if speculation is not None and constraint is None else None
+        row = Row(self, index, tokenizer, output, guesses, (*eos_ids, *tokenizer.newline_ids), constraint)
         self.rows.append(row)
         return row
 
     def tell_progress(self, processed: int) -> None:
         """Raises what the sink raises."""
+        self.num_processed = processed
         if self.open:
             self.sink(Progress(self.request.id, processed, len(self.prompt)))
 
@@ -137,6 +140,7 @@ class Job:
         now = time.monotonic()
         admitted = self.admitted or now
         first = self.first_token or now
+        speculated = self._speculated()
         return Usage(
             prompt_tokens=len(self.prompt),
             completion_tokens=self.num_generated,
@@ -144,10 +148,25 @@ class Job:
             prefill_seconds=first - admitted,
             decode_seconds=now - first,
             tier=self.tier,
-            lane="batched" if self.batched else "serial",
+            lane="batched" if self.batched else "serial+spec" if speculated and speculated.rounds else "serial",
             cached_tokens=self.num_cached,
             cache_tier="ram" if self.num_cached else "none",
             cache_miss=None if self.miss is None else CacheMiss(self.miss.kind, self.miss.position),
+            speculation=speculated,
+        )
+
+    def _speculated(self) -> Speculated | None:
+        tallies = [row.guesses.tally for row in self.rows if row.guesses is not None]
+        if not tallies:
+            return None
+        whole = total(tallies)
+        return Speculated(
+            drafted=sum(whole.drafted_at),
+            accepted=sum(whole.lengths),
+            target_calls=whole.calls,
+            lengths=tuple(whole.lengths),
+            drafted_at=tuple(whole.drafted_at),
+            accepted_at=tuple(whole.accepted_at),
         )
 
     def _tell(self, event: Event | None) -> None:
@@ -163,7 +182,7 @@ class Job:
 class Row:
     """One choice of a request. `tokens` are those read back, their text delivered or held back."""
 
-    __slots__ = ("_tokenizer", "constraint", "exempt", "index", "job", "left", "open", "output", "proposer", "tokens")
+    __slots__ = ("_tokenizer", "constraint", "exempt", "guesses", "index", "job", "left", "open", "output", "tokens")
 
     def __init__(
         self,
@@ -171,14 +190,14 @@ class Row:
         index: int,
         tokenizer: Tokenizer,
         output: TextOutput,
-        proposer: Proposer | None = None,
+        guesses: RowGuesses | None = None,
         exempt: tuple[int, ...] = (),
         constraint: RowConstraint | None = None,
     ) -> None:
         self.job = job
         self.index = index
         self.output = output
-        self.proposer = proposer
+        self.guesses = guesses
         self.exempt = exempt
         self.constraint = constraint
         self.tokens: list[int] = []
@@ -186,6 +205,20 @@ class Row:
         """Tokens the row may still get."""
         self.open = True
         self._tokenizer = tokenizer
+
+    @property
+    def prompt(self) -> Sequence[int]:
+        return self.job.prompt
+
+    @property
+    def namespace(self) -> str:
+        return self.job.request.namespace
+
+    @property
+    def has_processors(self) -> bool:
+        """Whether anything changes the scores before a token is drawn from them."""
+        params = self.job.request.sampling
+        return bool(params.logit_bias or RowSampling(params, 0).penalty_windows)
 
     @property
     def last(self) -> int:
@@ -204,17 +237,6 @@ class Row:
             exempt=self.exempt,
         )
 
-    def propose(self, most: int, vocab_size: int) -> Sequence[int]:
-        """The proposer's guesses: at most `most`, and no more than could be used. Raises ValueError for ids there are none of."""
-        limit = min(most, self.left - 1)
-        if self.proposer is None or limit < 1:
-            return ()
-        guesses = self.proposer.propose(self.job.prompt, self.tokens, limit)[:limit]
-        for guess in guesses:
-            if not 0 <= guess < vocab_size:
-                raise ValueError(f"proposed token id {guess} is outside 0..{vocab_size - 1}")
-        return guesses
-
     def take(self, token: int, score: Score | None = None) -> None:
         """Deliver a token that was read back. It may close the row, and with its last row the request.
 
@@ -225,6 +247,8 @@ class Row:
             constraint.advance(token)
         self.tokens.append(token)
         self.left -= 1
+        if self.guesses is not None:
+            self.guesses.saw(token)
         job.num_generated += 1
         if not job.first_token:
             job.first_token = time.monotonic()

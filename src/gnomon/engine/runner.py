@@ -13,9 +13,11 @@ from gnomon.engine.counters import Counters
 from gnomon.engine.heart import Heart
 from gnomon.engine.prefill import Prefill
 from gnomon.engine.row import Row
-from gnomon.engine.step import MAX_PROPOSALS, Stepper
+from gnomon.engine.speculation import MAX_PROPOSALS, Speculation
+from gnomon.engine.step import Stepper
 from gnomon.models.load import LoadedModel
 from gnomon.state.batch_state import BatchState
+from gnomon.state.codecs import Coding
 from gnomon.state.snapshot import RowSnapshot
 
 
@@ -31,7 +33,8 @@ def forked(state: BatchState, row: int) -> BatchState:
 
 
 class Runner:
-    """Makes states, prefills and steppers over one model. `prime` may fill the fresh state of a prompt before its prefill."""
+    """Makes states, prefills and steppers over one model. `prime` may fill the fresh state of a prompt before its prefill; `coding` is
+    how states hold keys and values."""
 
     def __init__(
         self,
@@ -40,12 +43,14 @@ class Runner:
         counters: Counters,
         heart: Heart,
         prime: Callable[[BatchState], None] | None = None,
+        coding: Coding | None = None,
     ) -> None:
         self.loaded = loaded
         self.config = config
         self.counters = counters
         self.heart = heart
         self.prime = prime
+        self.coding = coding
 
     def new_state(self) -> BatchState:
         binding = self.loaded.binding
@@ -55,6 +60,7 @@ class Runner:
             pad_safe=binding.pad_safe,
             slack=MAX_PROPOSALS,
             mask_ndim=binding.mask_ndim,
+            coding=self.coding,
         )
 
     def restored(self, snapshot: RowSnapshot) -> BatchState:
@@ -67,6 +73,7 @@ class Runner:
             pad_safe=binding.pad_safe,
             slack=MAX_PROPOSALS,
             mask_ndim=binding.mask_ndim,
+            coding=self.coding,
         )
 
     def new_prefill(
@@ -81,15 +88,15 @@ class Runner:
         states = [self._new_primed() if one is None else one for one in held]
         return Prefill(self.loaded.model, states, prompts, self.config.prefill_chunk, starts, stops)
 
-    def new_stepper(self, batch: Batch) -> Stepper:
+    def new_stepper(self, batch: Batch, speculation: Speculation | None = None) -> Stepper:
         loaded = self.loaded
         return Stepper(
             loaded.model,
             batch,
             self.config,
             self.counters,
-            vocab_size=loaded.vocab_size,
             pad_safe=loaded.binding.pad_safe,
+            speculation=speculation,
         )
 
     def run_window(self, prefill: Prefill) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,12 +13,27 @@ from gnomon.engine.counters import Counters
 from gnomon.engine.row import Job
 
 
+def _row(job: Job) -> dict[str, Any]:
+    """A request under way, without a word of what it says."""
+    return {
+        "id": job.request.id,
+        "state": "waiting" if not job.admitted else "decoding" if job.first_token else "prefill",
+        "choices": job.request.n,
+        "prompt_tokens": len(job.prompt),
+        "cached_tokens": job.num_cached,
+        "processed_tokens": job.num_processed,
+        "generated_tokens": job.num_generated,
+        "seconds": time.monotonic() - job.submitted,
+    }
+
+
 def snapshot(
     counters: Counters, config: EngineConfig, model: ModelInfo | None, budget: Budget | None, open_jobs: Iterable[Job]
 ) -> dict[str, Any]:
     """Sections by subject. Bytes, seconds and tokens; rates in tokens per second, None before the first token."""
     batchable = model is not None and model.batchable
-    waiting = sum(not job.admitted for job in open_jobs)
+    jobs = list(open_jobs)
+    waiting = sum(not job.admitted for job in jobs)
     context = model.context_length if model is not None else None
     in_memory = budget.max_context(1) if budget is not None else None
     limits = [limit for limit in (context, config.context_limit, in_memory) if limit is not None]
@@ -43,6 +59,7 @@ def snapshot(
             "queue_limit": config.queue,
             "waiting_requests": waiting,
         },
+        "rows": [_row(job) for job in jobs],
         "requests": {
             "submitted": c.submitted_requests,
             "finished": c.finished_requests,
@@ -76,6 +93,8 @@ def snapshot(
             "proposed": c.proposed_tokens,
             "accepted": c.accepted_tokens,
             "acceptance": c.accepted_tokens / c.proposed_tokens if c.proposed_tokens else None,
+            "proposed_by_position": list(c.proposed_at),
+            "accepted_by_position": list(c.accepted_at),
         },
         "grammar": {
             "enabled": config.grammar,

@@ -11,6 +11,8 @@ Without proposals nothing has to be known before the next forward, so the read-b
 
     build n+1 from the lazy tokens of n   ->   start it   ->   read and deliver n
 
+Rows that could guess are asked each time whether it would pay, as of the tokens read back; only if so is the step in flight waited for.
+
 A row with a constraint needs its token before its next draw: then the read-back comes first, and the host finds what may come
 next while the device computes the forward.
 """
@@ -30,11 +32,9 @@ from gnomon.engine.batch import Batch
 from gnomon.engine.counters import Counters
 from gnomon.engine.row import Row
 from gnomon.engine.sampling import BatchSampler, Drawn
+from gnomon.engine.speculation import Speculation
 from gnomon.grammar import Words
 from gnomon.kernels import dispatch
-
-MAX_PROPOSALS = 16
-"""Most proposed tokens per row and step; states can take that many back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,24 +55,27 @@ class Stepper:
         config: EngineConfig,
         counters: Counters,
         *,
-        vocab_size: int,
         pad_safe: bool,
+        speculation: Speculation | None = None,
     ) -> None:
         self.model = model
         self.batch = batch
         self.config = config
         self.counters = counters
-        self.vocab_size = vocab_size
         self.pad_safe = pad_safe
+        self.speculation = speculation
         self.flight: Flight | None = None
 
     def step(self) -> bool:
         """Advance every row, delivering what was read back. False if nothing was left to advance."""
-        batch = self.batch
-        if batch.has_proposers or batch.has_constraints or self._all_end_in_flight():
+        batch, speculation = self.batch, self.speculation
+        if batch.has_constraints or self._all_end_in_flight():
             self.land()
-        batch.drop_closed()
-        drafts = self._propose() if batch.has_proposers else []
+        drafts: list[Sequence[int]] = []
+        if speculation is not None and batch.has_guesses and speculation.wants_window(batch.rows):
+            self.land()
+            batch.drop_closed()
+            drafts = self._open_only(speculation.drafts(batch.rows))
         batch.drop_closed()
         if not batch.rows:
             self.flight = None
@@ -165,29 +168,21 @@ class Stepper:
         left = {place: allowed[b] for place, b in enumerate(alive) if b in allowed}
         return (logits[mx.array(alive)] if alive else logits), left
 
-    def _propose(self) -> list[Sequence[int]]:
-        """Each row's guesses, in the batch's order, after the rows whose proposer raised were failed and dropped."""
+    def _open_only(self, drafts: list[Sequence[int]]) -> list[Sequence[int]]:
+        """The drafts in the order of the batch after the rows whose proposer raised were dropped."""
         batch = self.batch
-        found: dict[Row, Sequence[int]] = {}
-        for row in batch.rows:
-            try:
-                found[row] = row.propose(MAX_PROPOSALS, self.vocab_size)
-            except Exception as error:  # noqa: BLE001  (a proposer's failure is its row's own)
-                row.job.fail(error, "proposer_error")
+        found = dict(zip(batch.rows, drafts, strict=True))
         batch.drop_closed()
-        drafts = [found[row] for row in batch.rows]
-        if not self.pad_safe and len(drafts) > 1:
-            width = min(map(len, drafts))
-            drafts = [draft[:width] for draft in drafts]
-        return drafts
+        return [found[row] for row in batch.rows]
 
     def _window(self, drafts: Sequence[Sequence[int]]) -> None:
         batch, counters = self.batch, self.counters
         rows, state = batch.rows, batch.state
         if state is None:
             raise RuntimeError("rows without states")
-        counts = [1 + len(draft) for draft in drafts]
-        width = max(counts)
+        width = 1 + max(map(len, drafts))
+        # Where padding would disturb the model, rows with fewer guesses take whole windows too, and more of theirs is taken back.
+        counts = [1 + len(draft) if self.pad_safe else width for draft in drafts]
         window = [[row.last, *draft, *[0] * (width - 1 - len(draft))] for row, draft in zip(rows, drafts, strict=True)]
         tokens = mx.array(window, dtype=mx.int32)
         with dispatch.step():
@@ -209,9 +204,12 @@ class Stepper:
         batch.pending = mx.array([[draw[a]] for draw, a in zip(draws, accepted, strict=True)], dtype=mx.int32)
         batch.has_fresh = False
         counters.window_steps += 1
-        counters.proposed_tokens += sum(map(len, drafts))
-        counters.accepted_tokens += sum(accepted)
-        for b, (row, a) in enumerate(zip(rows, accepted, strict=True)):
+        for b, (row, draft, a) in enumerate(zip(rows, drafts, accepted, strict=True)):
+            if row.guesses is not None:
+                row.guesses.tally.calls += 1
+                if draft:
+                    row.guesses.tally.add(len(draft), a)
+            counters.guessed(len(draft), a)
             for position in range(a + 1):
                 if not row.open:
                     break
@@ -221,6 +219,8 @@ class Stepper:
         tokens = cast("list[list[int]]", flight.drawn.tokens.tolist())
         for b, row in enumerate(flight.rows):
             if row.open:
+                if row.guesses is not None:
+                    row.guesses.tally.calls += 1
                 self._take(row, b, 0, tokens[b][0], flight.drawn)
             else:
                 self.counters.discarded_tokens += 1

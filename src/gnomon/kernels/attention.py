@@ -20,6 +20,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from gnomon.kernels.coded import View
 from gnomon.kernels.dispatch import Operation, thread, uncovered
 from gnomon.kernels.quantized_matmul import FLOATS
 
@@ -84,7 +85,7 @@ def _make(stock: Callable[..., mx.array], extension: ModuleType) -> Callable[...
 
     def scaled_dot_product_attention(
         q: mx.array,
-        k: mx.array,
+        k: mx.array | View,
         v: mx.array,
         *,
         scale: float,
@@ -93,7 +94,8 @@ def _make(stock: Callable[..., mx.array], extension: ModuleType) -> Callable[...
         force_fused: bool = False,
         stream: Any = None,
     ) -> mx.array:
-        if thread.active:
+        # Views are for the function below this one.
+        if thread.active and not isinstance(k, View):
             why = why_not(q, k, v, mask, sinks)
             if why is None:
                 if mask is None:

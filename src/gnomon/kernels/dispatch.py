@@ -70,7 +70,7 @@ class Operation:
     name: str
     owner: Any
     attribute: str
-    make: Callable[[Callable[..., Any], ModuleType], Callable[..., Any]]
+    make: Callable[[Callable[..., Any], Any], Callable[..., Any]]
     contract: str
 
 
@@ -78,7 +78,7 @@ _installed: dict[str, tuple[Operation, Callable[..., Any]]] = {}
 _lock = threading.Lock()
 
 
-def install(operations: Sequence[Operation], extension: ModuleType) -> None:
+def install(operations: Sequence[Operation], extension: ModuleType | None) -> None:
     """Put the dispatchers in place. Doing so again for an operation changes nothing."""
     with _lock:
         for operation in operations:
@@ -92,7 +92,8 @@ def install(operations: Sequence[Operation], extension: ModuleType) -> None:
 def uninstall() -> None:
     """Put the stock functions back."""
     with _lock:
-        for operation, stock in _installed.values():
+        # Several may stand over one function: the last one goes first.
+        for operation, stock in reversed(_installed.values()):
             setattr(operation.owner, operation.attribute, stock)
         _installed.clear()
 

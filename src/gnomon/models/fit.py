@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast
 
+from gnomon.config.kv import KvScheme
 from gnomon.hub.headers import Tensor, read_header, read_json, weight_files
+from gnomon.models.kv import LayerBits, element_bytes, read_kv_config
 
 CONTEXT: Final = 8192
 MATRIX_CONTEXT: Final = 32_768
@@ -106,8 +108,11 @@ def sku(name: str) -> Sku | None:
     return next((row for row in SKUS if row.name.lower() == wanted), None)
 
 
-def measure_needs(directory: Path, kv_bits: int | None = None, kv_group: int = 64) -> Needs:
-    """Read a model directory's needs; no weight is loaded. Raises ValueError when config.json or the weights can't be read."""
+def measure_needs(directory: Path, kv: KvScheme | None = None) -> Needs:
+    """Read a model directory's needs under a scheme of keys and values; no weight is loaded.
+
+    Raises ValueError when config.json, the weights or a kv_config.json that the scheme needs can't be read.
+    """
     config = read_json(directory / "config.json")
     if config is None:
         raise ValueError(f"{directory} has no readable config.json")
@@ -116,25 +121,30 @@ def measure_needs(directory: Path, kv_bits: int | None = None, kv_group: int = 6
         tensors |= read_header(path)
     if not tensors:
         raise ValueError(f"{directory} has no model*.safetensors")
-    return needs_of(config, tensors, kv_bits, kv_group)
+    layers = read_kv_config(directory) if kv is not None and kv.mode == "config" else None
+    return needs_of(config, tensors, kv, layers)
 
 
 def needs_of(
-    config: Mapping[str, Any], tensors: Mapping[str, Tensor], kv_bits: int | None = None, kv_group: int = 64
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    kv: KvScheme | None = None,
+    layers: Mapping[int, LayerBits] | None = None,
 ) -> Needs:
-    """`measure_needs` on a parsed config.json and headers. A KV element is 2 bytes, 4 where the model computes in float32, or `kv_bits`."""
+    """`measure_needs` on a parsed config.json and headers. A KV element is 2 bytes, 4 where the model computes in float32, or what the
+    scheme makes of it; `layers` are the bits of each layer under `config`."""
     text = _text(config)
     weights = sum(tensor.nbytes for tensor in tensors.values())
     experts = sum(tensor.nbytes for name, tensor in tensors.items() if _EXPERT.search(name))
-    element = kv_bits / 8 + 4 / kv_group if kv_bits else _element(tensors)
+    element = _element(tensors)
     kinds = _layer_kinds(text)
     sliding = [index for index, kind in enumerate(kinds) if kind == "sliding_attention"]
     full = [index for index, kind in enumerate(kinds) if kind == "full_attention"]
     used, all_experts = _experts(text)
     return Needs(
         weights=weights,
-        full=len(full) * _per_token(text, True) * element,
-        sliding=len(sliding) * _per_token(text, False) * element,
+        full=_per_token(text, True) * sum(element_bytes(kv, index, True, element, layers) for index in full),
+        sliding=_per_token(text, False) * sum(element_bytes(kv, index, False, element, layers) for index in sliding),
         window=int(text.get("sliding_window") or 0),
         max_positions=text.get("max_position_embeddings"),
         experts=experts if all_experts else 0,

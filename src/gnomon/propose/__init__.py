@@ -1,17 +1,19 @@
-"""Proposers: what guesses a row's next tokens before the model has been asked. Every guess is verified, so none changes the output."""
+"""Proposers, how far each is to be trusted, and the policy that decides how much is guessed."""
 
-from __future__ import annotations
+from gnomon.propose.acceptance import Rates
+from gnomon.propose.guesses import Guess, RowGuesses, Tally
+from gnomon.propose.policy import Chance, Curve, best_depth
+from gnomon.propose.proposer import BatchProposer, Proposer, Text
 
-from collections.abc import Sequence
-from typing import Protocol
-
-
-class Proposer(Protocol):
-    """Guesses for one row. An exception it raises fails that row's request alone."""
-
-    def propose(self, prompt: Sequence[int], generated: Sequence[int], limit: int) -> Sequence[int]:
-        """At most `limit` (>= 1) token ids that may follow `prompt` + `generated`; none makes it a plain step.
-
-        Both sequences are live views of the row: read them, don't keep them.
-        """
-        ...
+__all__ = [
+    "BatchProposer",
+    "Chance",
+    "Curve",
+    "Guess",
+    "Proposer",
+    "Rates",
+    "RowGuesses",
+    "Tally",
+    "Text",
+    "best_depth",
+]

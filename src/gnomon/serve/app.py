@@ -28,6 +28,7 @@ from gnomon.serve.routes import (
     responses,
     root,
     stats,
+    web,
 )
 from gnomon.serve.services import VERSION, Services, Timing, Vocabulary
 from gnomon.serve.wire.anthropic import MessagesRequest
@@ -37,14 +38,14 @@ from gnomon.serve.wire.embeddings import EmbeddingRequest
 from gnomon.serve.wire.responses import ResponsesRequest
 from gnomon.trace import OFF, Tracer
 
-ROUTES = (chat_completions, completions, embeddings, messages, responses, models, root, health, stats, metrics)
+ROUTES = (chat_completions, completions, embeddings, messages, responses, models, root, health, stats, metrics, web)
 EXPOSED = ("x-request-id", "request-id", TRACE_HEADER, "x-gnomon-tier", volatile.HEADER, "retry-after", "warning")
 
 
 def _endpoints() -> Iterator[str]:
     for module in ROUTES:
         for route in module.router.routes:
-            if isinstance(route, APIRoute):
+            if isinstance(route, APIRoute) and route.include_in_schema:
                 yield from (f"{method} {route.path_format}" for method in route.methods or ())
 
 

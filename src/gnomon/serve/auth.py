@@ -13,8 +13,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gnomon.serve.errors import APIError, show
 
-OPEN_PATHS = frozenset({"/health"})
-"""Answered without a key, so that supervisors need none."""
+OPEN_PATHS = frozenset({"/health", "/", "/status"})
+"""Answered without a key: supervisors need none, and the pages ask for one themselves."""
+OPEN_PREFIX = "/web/"
+"""Of the pages' own files."""
 
 
 def is_loopback(host: str) -> bool:
@@ -119,7 +121,7 @@ class KeyDoor:
         return known
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self.digests and scope["path"] not in OPEN_PATHS:
+        if scope["type"] == "http" and self.digests and not _is_open(scope["path"]):
             key = sent_key(Headers(scope=scope))
             if key is None or not self.knows(key):
                 wrong = "no API key was sent" if key is None else "the API key is not one of this server's"
@@ -132,6 +134,10 @@ class KeyDoor:
                 await refusal.response(scope["path"])(scope, receive, send)
                 return
         await self.app(scope, receive, send)
+
+
+def _is_open(path: str) -> bool:
+    return path in OPEN_PATHS or path.startswith(OPEN_PREFIX)
 
 
 def sent_key(headers: Headers) -> str | None:

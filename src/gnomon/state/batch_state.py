@@ -9,9 +9,12 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 
+from gnomon.state.codecs.codec import Codec
+from gnomon.state.codecs.coding import Coding
 from gnomon.state.composite import CompositeLayer
 from gnomon.state.full import FullLayer
 from gnomon.state.layer import LayerState
+from gnomon.state.quantized import QuantizedLayer
 from gnomon.state.recurrent import RecurrentLayer
 from gnomon.state.replay import watch
 from gnomon.state.rows import Rows
@@ -48,12 +51,14 @@ class BatchState:
         pad_safe: bool = True,
         slack: int = DEFAULT_SLACK,
         mask_ndim: int = 4,
+        coding: Coding | None = None,
     ) -> None:
         """`templates` are the caches `mlx_lm` makes for the model; `slack` is how many tokens beyond the first a window may have and still
-        be taken back; `mask_ndim` 5 gives ragged masks `[B, 1, 1, width, n]` to models that split heads into groups.
+        be taken back; `mask_ndim` 5 gives ragged masks `[B, 1, 1, width, n]` to models that split heads into groups; `coding` names the
+        codec of each template's keys and values (None: all plain).
 
         Raises `UnsupportedCache` for a cache type that isn't one of mlx-lm's `KVCache`, `RotatingKVCache`, `ArraysCache` or a
-        `CacheList` of those.
+        `CacheList` of those, and for a codec of a cache that holds no keys and values of its own.
         """
         if slack < 0:
             raise ValueError(f"slack must not be negative, got {slack}")
@@ -63,21 +68,33 @@ class BatchState:
         self.slack = slack
         self.mask_ndim = mask_ndim
         self.rows = Rows()
-        self.caches: list[LayerState | CompositeLayer] = [self._state_for(template) for template in templates]
+        self.coding = coding
+        codecs = coding.codecs if coding is not None else [None] * len(self.templates)
+        self.caches: list[LayerState | CompositeLayer] = [
+            self._state_for(template, codec) for template, codec in zip(self.templates, codecs, strict=True)
+        ]
         self.layers: list[LayerState] = list(_leaves(self.caches))
         self._row_capacity = 1
         self.has_recurrent = any(isinstance(layer, RecurrentLayer) for layer in self.layers)
-        self.has_sliding = any(isinstance(layer, SlidingLayer) for layer in self.layers)
+        self.has_sliding = any(layer.kind == "sliding" for layer in self.layers)
         if self.has_recurrent:
             watch(model)
 
-    def _state_for(self, template: object) -> LayerState | CompositeLayer:
+    def _state_for(self, template: object, codec: Codec | None = None) -> LayerState | CompositeLayer:
         # Exact types: a subclass may behave differently in ways that can't be seen from here.
+        if type(template) is RotatingKVCache and template.keep:
+            raise UnsupportedCache(f"a rotating cache that keeps its first {template.keep} tokens is not supported")
+        if codec is not None:
+            start = self.coding.start if self.coding is not None else 0
+            if type(template) is KVCache:
+                return QuantizedLayer(self.rows, lambda rows: FullLayer(rows, self.mask_ndim), codec, start)
+            if type(template) is RotatingKVCache:
+                window, slack = template.max_size, self.slack
+                return QuantizedLayer(self.rows, lambda rows: SlidingLayer(rows, window, slack), codec, start)
+            raise UnsupportedCache(f"a cache of type {type(template).__name__} can't be coded as {codec.name}")
         if type(template) is KVCache:
             return FullLayer(self.rows, self.mask_ndim)
         if type(template) is RotatingKVCache:
-            if template.keep:
-                raise UnsupportedCache(f"a rotating cache that keeps its first {template.keep} tokens is not supported")
             return SlidingLayer(self.rows, template.max_size, self.slack)
         if type(template) is ArraysCache:
             return RecurrentLayer(self.rows, len(template.cache), self.slack, self.pad_safe)
@@ -149,6 +166,29 @@ class BatchState:
             layer.rollback(back)
         rows.rollback(back)
 
+    @property
+    def can_trim(self) -> bool:
+        """Whether `trim` takes tokens off rows of any length."""
+        return all(layer.kind == "full" for layer in self.layers)
+
+    def trim(self, back: Sequence[int]) -> None:
+        """Take the last `back[b]` tokens off row `b`, whichever forwards gave them.
+
+        Raises `ValueError` if a row has fewer, and for layers other than full attention, which don't hold what they were.
+        """
+        self._must_be_closed()
+        rows = self.rows
+        if not self.can_trim:
+            raise ValueError(f"only full attention can be trimmed, not {sorted({layer.kind for layer in self.layers})}")
+        if len(back) != rows.num_rows or any(
+            n < 0 or n > length for n, length in zip(back, rows.lengths, strict=False)
+        ):
+            raise ValueError(f"back must lie in 0..length for rows of lengths {rows.lengths}, got {list(back)}")
+        if any(back):
+            for layer in self.layers:
+                layer.rollback(back)
+            rows.trim(back)
+
     def keep(self, order: Sequence[int]) -> None:
         """Row `i` becomes what row `order[i]` was; rows not named go.
 
@@ -186,8 +226,8 @@ class BatchState:
         other._must_be_closed()
         if other is self:
             raise ValueError("a state can't join itself")
-        if len(other.layers) != len(self.layers) or other.slack != self.slack:
-            raise ValueError("only states of the same model and slack can join")
+        if len(other.layers) != len(self.layers) or other.slack != self.slack or other.coding != self.coding:
+            raise ValueError("only states of the same model, slack and coding can join")
         total = self.num_rows + other.num_rows
         if total > self._row_capacity:
             self._row_capacity = 1 << (total - 1).bit_length()
@@ -238,12 +278,13 @@ class BatchState:
         pad_safe: bool = True,
         slack: int = DEFAULT_SLACK,
         mask_ndim: int = 4,
+        coding: Coding | None = None,
     ) -> BatchState:
         """A state of one row with the captured bits. The snapshot stays as it is and can be restored again.
 
-        Raises `ValueError` if the snapshot's layers are not this model's.
+        Raises `ValueError` if the snapshot's layers are not this model's, or hold another codec's words.
         """
-        state = cls(model, templates, pad_safe=pad_safe, slack=slack, mask_ndim=mask_ndim)
+        state = cls(model, templates, pad_safe=pad_safe, slack=slack, mask_ndim=mask_ndim, coding=coding)
         state._adopt(snapshot)
         return state
 
@@ -267,7 +308,13 @@ class BatchState:
 
     def _revived(self, snapshot: RowSnapshot) -> BatchState:
         return BatchState.restore(
-            self.model, self.templates, snapshot, pad_safe=self.pad_safe, slack=self.slack, mask_ndim=self.mask_ndim
+            self.model,
+            self.templates,
+            snapshot,
+            pad_safe=self.pad_safe,
+            slack=self.slack,
+            mask_ndim=self.mask_ndim,
+            coding=self.coding,
         )
 
     def _adopt(self, snapshot: RowSnapshot) -> None:

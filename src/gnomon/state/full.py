@@ -11,7 +11,7 @@ from mlx_lm.models.cache import KVCache, create_attention_mask
 from gnomon.state.buffer import RowBuffer, copied, round_slots
 from gnomon.state.layer import LayerState
 from gnomon.state.rows import Rows
-from gnomon.state.snapshot import LayerKind, LayerSnapshot, shared
+from gnomon.state.snapshot import LayerKind, LayerSnapshot, refuse_coded, shared
 
 KeysValues = tuple[mx.array, mx.array]
 
@@ -84,21 +84,9 @@ class FullLayer(LayerState):
         self, width: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | str | None:
         """The mask of the open forward: mlx-lm's own if all rows are equally long, else bool `[B, 1, width, n]`."""
-        rows = self.rows
         if self._lone is not None:
             return self._lone.make_mask(width, return_array=return_array, window_size=window_size)
-        if rows.is_even:
-            return create_attention_mask(width, rows.lengths[0], return_array, window_size)
-
-        def make() -> mx.array:
-            queries = rows.positions[:, None, :, None]
-            slots = mx.arange(rows.end, dtype=mx.int32)[None, None, None]
-            mask = slots <= queries
-            if window_size is not None:
-                mask = mask & (slots > queries - window_size)
-            return mask if self.mask_ndim == 4 else mask[:, :, None]
-
-        return rows.memo(("full mask", window_size, self.mask_ndim), make)
+        return full_mask(self.rows, width, self.mask_ndim, return_array, window_size)
 
     def size(self) -> int:
         return max(self.rows.lengths)
@@ -169,6 +157,7 @@ class FullLayer(LayerState):
         return LayerSnapshot("full", {"keys": copied(keys[part]), "values": copied(values[part])}, numbers)
 
     def restore(self, snapshot: LayerSnapshot) -> None:
+        refuse_coded(snapshot)
         self._lone, self._buffer = KVCache(), RowBuffer(1)
         if snapshot.arrays:
             self._lone.state = *shared(snapshot, "keys", "values"), snapshot.numbers["length"]
@@ -220,3 +209,22 @@ class FullLayer(LayerState):
                 self._buffer.reserve(round_slots(lone.offset + 1), lone.keys, lone.values)
                 self._buffer.write(0, 0, lone.keys[..., : lone.offset, :], lone.values[..., : lone.offset, :])
         return self._buffer
+
+
+def full_mask(
+    rows: Rows, width: int, mask_ndim: int, return_array: bool = False, window_size: int | None = None
+) -> mx.array | str | None:
+    """The mask of the open forward over slots that are positions: mlx-lm's own if all rows are equally long, else bool
+    `[B, 1, width, n]`, or with `mask_ndim` 5 `[B, 1, 1, width, n]`."""
+    if rows.is_even:
+        return create_attention_mask(width, rows.lengths[0], return_array, window_size)
+
+    def make() -> mx.array:
+        queries = rows.positions[:, None, :, None]
+        slots = mx.arange(rows.end, dtype=mx.int32)[None, None, None]
+        mask = slots <= queries
+        if window_size is not None:
+            mask = mask & (slots > queries - window_size)
+        return mask if mask_ndim == 4 else mask[:, :, None]
+
+    return rows.memo(("full mask", window_size, mask_ndim), make)

@@ -77,6 +77,12 @@ class Rows:
         self.counts = [count - n for count, n in zip(self.counts, back, strict=True)]
         self._memo = {}
 
+    def trim(self, back: Sequence[int]) -> None:
+        """Take `back[b]` tokens of any forwards off row `b`. Nothing of the last one can be rolled back afterwards."""
+        self.lengths = [length - n for length, n in zip(self.lengths, back, strict=True)]
+        self.counts = [0] * len(self.lengths)
+        self._memo = {}
+
     def keep(self, order: Sequence[int]) -> None:
         """Row `i` becomes what row `order[i]` was. Nothing can be rolled back afterwards."""
         self.lengths = [self.lengths[row] for row in order]

@@ -11,7 +11,7 @@ from mlx_lm.models.cache import RotatingKVCache
 from gnomon.state.buffer import RowBuffer, copied, round_slots
 from gnomon.state.layer import LayerState
 from gnomon.state.rows import Rows
-from gnomon.state.snapshot import LayerKind, LayerSnapshot, shared
+from gnomon.state.snapshot import LayerKind, LayerSnapshot, refuse_coded, shared
 
 KeysValues = tuple[mx.array, mx.array]
 
@@ -209,6 +209,7 @@ class SlidingLayer(LayerState):
         return LayerSnapshot("sliding", {"keys": copied(keys[part]), "values": copied(values[part])}, numbers)
 
     def restore(self, snapshot: LayerSnapshot) -> None:
+        refuse_coded(snapshot)
         numbers = snapshot.numbers
         if numbers["window"] != self.window:
             raise ValueError(f"the snapshot's window is {numbers['window']}, this layer's is {self.window}")

@@ -16,7 +16,8 @@ class LayerSnapshot:
 
     `arrays`: for a full layer `keys` and `values` `[1, heads, length, dim]`; for a sliding layer the same in mlx-lm's rotating layout,
     with `index` (next slot), `window` and `length` in `numbers`; for a recurrent layer its arrays `[1, ...]` by position, absent ones
-    left out. A layer that has seen no token has no arrays.
+    left out. A layer that has seen no token has no arrays. Under a codec `keys` and `values` hold its words, and `codec` in `numbers` is
+    the codec's number.
     """
 
     kind: LayerKind
@@ -31,6 +32,12 @@ def shared(snapshot: LayerSnapshot, *names: str) -> list[mx.array]:
     as long as the snapshot holds it too.
     """
     return [snapshot.arrays[name][...] for name in names]
+
+
+def refuse_coded(snapshot: LayerSnapshot) -> None:
+    """Raise ValueError for a snapshot that holds a codec's words: a plain layer would take them for keys and values."""
+    if "codec" in snapshot.numbers:
+        raise ValueError(f"the snapshot is coded (codec number {snapshot.numbers['codec']}), this layer is plain")
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from gnomon.chat.embedding import prompt_for
 from gnomon.engine.api import EngineError
 from gnomon.serve.body import parse, read_body, until_disconnect
 from gnomon.serve.errors import from_engine, invalid
-from gnomon.serve.prepare import check_ids
+from gnomon.serve.prepare import check_ids, check_size
 from gnomon.serve.schema import json_body
 from gnomon.serve.services import Services, services_of
 from gnomon.serve.wire.embeddings import EmbeddingBody, EmbeddingList, EmbeddingRequest
@@ -57,6 +57,8 @@ def prepare(body: bytes, services: Services) -> tuple[EmbeddingRequest, list[tup
     prompts: list[tuple[int, ...]] = []
     for index, one in enumerate(inputs):
         where = "input" if len(inputs) == 1 else f"input[{index}]"
+        if isinstance(one, str):
+            check_size((one,), services, where)
         text = one if isinstance(one, str) else check_ids(one, services.engine.model.vocab_size, where)
         ids = prompt_for(services.vocabulary, text, asked.instruction)
         if not ids:

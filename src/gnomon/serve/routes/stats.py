@@ -1,12 +1,16 @@
-"""GET /stats: the engine's counters, and the HTTP side's."""
+"""GET /stats and /stats/stream: the engine's counters, and the HTTP side's."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncGenerator
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter, Depends, Query
 
+from gnomon.serve.routes.health import reason
 from gnomon.serve.services import Services, services_of
+from gnomon.serve.sse import EventSourceResponse, frame
 
 router = APIRouter()
 
@@ -14,6 +18,29 @@ router = APIRouter()
 @router.get("/stats")
 async def stats(services: Annotated[Services, Depends(services_of)]) -> dict[str, Any]:
     """Sections as plain JSON; those of the engine come from the engine."""
+    return everything(services)
+
+
+@router.get("/stats/stream", response_model=None, responses={200: {"content": {"text/event-stream": {}}}})
+async def stream(
+    services: Annotated[Services, Depends(services_of)], interval: Annotated[float, Query(ge=0.1, le=60)] = 1.0
+) -> EventSourceResponse:
+    """What `/stats` says, with `health`, every `interval` seconds until the server drains."""
+    return EventSourceResponse(_frames(services, interval), lambda: None, services.timing.write)
+
+
+async def _frames(services: Services, interval: float) -> AsyncGenerator[bytes]:
+    while True:
+        health = services.engine.health()
+        body = {"status": health.state} if health.state == "ok" else {"status": health.state, "reason": reason(health)}
+        yield frame({"health": body, **everything(services)})
+        if health.state in ("draining", "stopped", "failed"):
+            return
+        await asyncio.sleep(interval)
+
+
+def everything(services: Services) -> dict[str, Any]:
+    """The body of `/stats`."""
     preparation, metrics = services.preparation, services.metrics
     histories = (services.chat_history, services.text_history)
     return {

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import NotRequired
 
 from typing_extensions import TypedDict
 
-from gnomon.engine.api import CacheTier, Usage
+from gnomon.engine.api import CacheTier, Speculated, Usage
 
 
 class PromptDetails(TypedDict):
@@ -33,8 +34,25 @@ class CacheBody(TypedDict):
     miss: MissBody | None
 
 
+class SpeculationBody(TypedDict):
+    """Guessed tokens. A round is a forward that verified some; `acceptanceLengths` has one entry for each, the lists by position one for
+    each place in a window."""
+
+    drafted: int
+    accepted: int
+    rejected: int
+    targetCalls: int
+    rounds: int
+    acceptanceLengths: list[int]
+    tokensPerForward: float | None
+    forwardsSaved: int
+    draftedByPos: list[int]
+    acceptedByPos: list[int]
+
+
 class UsageBody(TypedDict):
-    """`lane` is `batched` if the request ever shared a step; `tier` is the weakest of its parts."""
+    """`lane` is `batched` if the request ever shared a step, `serial+spec` if alone and tokens were guessed; `tier` is the weakest of its
+    parts; `speculation` is there if tokens could be guessed."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -42,6 +60,7 @@ class UsageBody(TypedDict):
     prompt_tokens_details: PromptDetails
     completion_tokens_details: NotRequired[CompletionDetails]
     cache: CacheBody
+    speculation: NotRequired[SpeculationBody]
     lane: str
     tier: str
 
@@ -68,9 +87,12 @@ def usage_body(usages: Sequence[Usage], tier: str, reasoning_tokens: int | None 
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
         "cache": _cache_body(usages, cached),
-        "lane": "batched" if any(usage.lane == "batched" for usage in usages) else "serial",
+        "lane": _lane(usages),
         "tier": weakest([tier, *(usage.tier for usage in usages)]),
     }
+    speculated = [usage.speculation for usage in usages if usage.speculation is not None]
+    if speculated:
+        body["speculation"] = _speculation_body(speculated, completion)
     if reasoning_tokens is not None:
         body["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
     return body
@@ -84,3 +106,30 @@ def _cache_body(usages: Sequence[Usage], tokens: int) -> CacheBody:
         "tokens": tokens,
         "miss": None if miss is None else {"kind": miss.kind, "position": miss.position},
     }
+
+
+def _lane(usages: Sequence[Usage]) -> str:
+    lanes = {usage.lane for usage in usages}
+    return next((lane for lane in ("batched", "serial+spec") if lane in lanes), "serial")
+
+
+def _speculation_body(all_of: Sequence[Speculated], tokens: int) -> SpeculationBody:
+    drafted, accepted = sum(one.drafted for one in all_of), sum(one.accepted for one in all_of)
+    calls = sum(one.target_calls for one in all_of)
+    return {
+        "drafted": drafted,
+        "accepted": accepted,
+        "rejected": drafted - accepted,
+        "targetCalls": calls,
+        "rounds": sum(one.rounds for one in all_of),
+        "acceptanceLengths": [length for one in all_of for length in one.lengths],
+        "tokensPerForward": tokens / calls if calls else None,
+        "forwardsSaved": max(0, tokens - calls),
+        "draftedByPos": _summed([one.drafted_at for one in all_of]),
+        "acceptedByPos": _summed([one.accepted_at for one in all_of]),
+    }
+
+
+def _summed(counts: Sequence[Sequence[int]]) -> list[int]:
+    """Sums by position; shorter ones have none there."""
+    return [sum(column) for column in zip_longest(*counts, fillvalue=0)]

@@ -1,0 +1,151 @@
+"""What steps and windows of a model cost on this machine: measured once, kept on disk."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Final, cast
+
+import mlx.core as mx
+
+from gnomon.engine.api import SamplingParams
+from gnomon.engine.runner import Runner
+from gnomon.engine.sampling import BatchSampler, RowSampling
+from gnomon.kernels import dispatch
+from gnomon.propose import Curve
+from gnomon.state.batch_state import BatchState
+
+log = logging.getLogger(__name__)
+
+FORMAT: Final = 1
+FILE: Final = "step-costs.json"
+WIDTHS: Final = (2, 3, 5, 9, 17)
+CONTEXT: Final = 128
+"""Tokens that rows hold while they are measured."""
+STEPS: Final = 6
+"""Plain steps in a row, of which one is not waited for, as in decoding."""
+REPEATS: Final = 3
+
+
+def batch_sizes(most: int) -> list[int]:
+    """The batch sizes measured for rows up to `most`: powers of two, up to 8, beyond which costs are extrapolated."""
+    return [size for size in (1, 2, 4, 8) if size <= max(1, most)]
+
+
+def curve_of(runner: Runner, *, name: str, most_rows: int, cache: Path | None, widths: Sequence[int] = WIDTHS) -> Curve:
+    """The costs of the runner's model, from the file in `cache` or measured now (seconds to tens of seconds).
+
+    `name` tells kernels apart. Sizes that the file lacks are measured and added.
+    """
+    loaded = runner.loaded
+    key = " | ".join(
+        (str(loaded.path), f"{loaded.weight_bytes} B", device(), f"mlx {version('mlx')}", name, f"context {CONTEXT}")
+    )
+    store = _read(cache)
+    known: dict[str, dict[str, float]] = dict(store.get(key, {}))
+    sizes = batch_sizes(most_rows if loaded.binding.batchable else 1)
+    wanted = [rows for rows in sizes if not {"1", *map(str, widths)} <= set(known.get(str(rows), {}))]
+    if wanted:
+        log.info("measuring the cost of steps with %s rows, once for this model and machine", wanted)
+        begun = time.perf_counter()
+        for rows in wanted:
+            known[str(rows)] = {str(width): seconds for width, seconds in _measured(runner, rows, widths).items()}
+        log.info("measured in %.1f s", time.perf_counter() - begun)
+        _write(cache, {**store, key: known})
+    plain = {rows: known[str(rows)]["1"] for rows in sizes}
+    windows = {rows: {width: known[str(rows)][str(width)] for width in widths} for rows in sizes}
+    return Curve(plain, windows)
+
+
+def device() -> str:
+    """The device that MLX computes on, as far as it tells."""
+    info = mx.device_info() if mx.default_device() != mx.Device(mx.cpu) else {}
+    return f"{mx.default_device()} {info.get('device_name', '')} x{os.cpu_count()}"
+
+
+def _measured(runner: Runner, num_rows: int, widths: Sequence[int]) -> dict[int, float]:
+    """Seconds of a plain step (1) and of windows, the least of a few tries each."""
+    state = _filled(runner, num_rows)
+    model, sampler = runner.loaded.model, BatchSampler([RowSampling(SamplingParams(), 0)] * num_rows)
+    limit = runner.loaded.vocab_size
+
+    def forward(tokens: mx.array, width: int) -> mx.array:
+        with dispatch.step():
+            state.begin(width)
+            logits = model(tokens, cache=state.caches)
+            state.commit()
+            return sampler.draw(logits, tokens[:, 1:] if width > 1 else None).tokens
+
+    def plain() -> None:
+        tokens = mx.zeros((num_rows, 1), dtype=mx.int32)
+        before = None
+        for _ in range(STEPS):
+            tokens = forward(tokens, 1)
+            mx.async_eval(tokens)
+            if before is not None:
+                before.tolist()
+            before = tokens
+        tokens.tolist()
+
+    def window(width: int) -> None:
+        guesses = [[(7 * i + 3 * b) % limit for i in range(width)] for b in range(num_rows)]
+        forward(mx.array(guesses, dtype=mx.int32), width).tolist()
+        with dispatch.step():
+            state.rollback([width - 1] * num_rows)
+        mx.eval(state.arrays())
+
+    found = {1: _best(plain) / STEPS}
+    for width in widths:
+        found[width] = _best(lambda width=width: window(width))
+    return found
+
+
+def _filled(runner: Runner, num_rows: int) -> BatchState:
+    """A state of rows that hold some text."""
+    prompt = [(11 * i) % runner.loaded.vocab_size for i in range(CONTEXT + 1)]
+    one = runner.prefill_alone(prompt).state
+    others = [one.fork(0) for _ in range(num_rows - 1)]
+    for other in others:
+        one.join(other)
+    mx.eval(one.arrays())
+    return one
+
+
+def _best(work: Callable[[], None]) -> float:
+    def once() -> float:
+        begun = time.perf_counter()
+        work()
+        return time.perf_counter() - begun
+
+    work()
+    return min(once() for _ in range(REPEATS))
+
+
+def _read(cache: Path | None) -> Mapping[str, Mapping[str, Any]]:
+    if cache is None:
+        return {}
+    try:
+        said = json.loads((cache / FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(said, dict) or cast("dict[str, Any]", said).get("format") != FORMAT:
+        return {}
+    costs = cast("dict[str, Any]", said).get("seconds")
+    return cast("dict[str, dict[str, Any]]", costs) if isinstance(costs, dict) else {}
+
+
+def _write(cache: Path | None, costs: Mapping[str, Any]) -> None:
+    if cache is None:
+        return
+    partial = cache / f"{FILE}.{os.getpid()}.partial"
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps({"format": FORMAT, "seconds": costs}, indent=1) + "\n", encoding="utf-8")
+        partial.replace(cache / FILE)
+    except OSError as error:
+        log.warning("measured step costs can't be kept, so they are measured again each time: %s", error)

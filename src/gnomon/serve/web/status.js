@@ -1,0 +1,109 @@
+// The status page: /stats as it changes. The stream is asked for again whenever it ends, so a restart of the server only interrupts it.
+import { events, key } from "./api.js";
+import { $, el } from "./dom.js";
+
+const HISTORY = 120;
+const speeds = [];
+let before = null;
+
+const number = (value, digits = 0) => (value == null ? "–" : value.toLocaleString("en", { maximumFractionDigits: digits }));
+const bytes = (value) => {
+  if (value == null) return "–";
+  for (const [unit, size] of [["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10]]) if (value >= size) return `${number(value / size, 1)} ${unit}`;
+  return `${value} B`;
+};
+const share = (part, whole) => (whole ? `${number((100 * part) / whole)} %` : "–");
+
+function figures(id, pairs) {
+  $(id).replaceChildren(...pairs.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))));
+}
+
+function state(text, kind) {
+  $("state").textContent = text;
+  $("state").className = `state ${kind}`;
+}
+
+function show(stats) {
+  const { batch = {}, admission = {}, requests = {}, rates = {}, tokens = {}, memory = {}, proposals = {}, prompt_cache: cache = {} } = stats;
+  $("model-name").textContent = stats.server.model;
+  state(stats.health.status === "ok" ? "running" : `${stats.health.status}: ${stats.health.reason}`, stats.health.status === "ok" ? "ok" : "bad");
+  const now = performance.now();
+  const made = (tokens.generated ?? 0);
+  if (before) speeds.push(Math.max(0, (made - before.made) / ((now - before.at) / 1000)));
+  before = { made, at: now };
+  if (speeds.length > HISTORY) speeds.shift();
+  figures("now", [
+    ["rows decoding", `${number(batch.active_rows)} of ${number(batch.configured)}`],
+    ["waiting", `${number(admission.waiting_requests)} of ${number(admission.queue_limit)}`],
+    ["tokens per second now", number(speeds.at(-1), 1)],
+    ["decode, while busy", number(rates.decode_tokens_per_second, 1)],
+    ["prefill, while busy", number(rates.prefill_tokens_per_second, 1)],
+    ["finished", number(requests.finished)],
+    ["cancelled", number(requests.cancelled)],
+    ["failed", number(requests.failed)],
+    ["refused", number(requests.refused)],
+  ]);
+  const rows = stats.rows ?? [];
+  $("rows").replaceChildren(...(rows.length ? rows.map((row) => el("tr", {}, ...[row.id, row.state, number(row.prompt_tokens), number(row.cached_tokens), number(row.generated_tokens), `${number(row.seconds, 1)} s`].map((cell) => el("td", {}, cell)))) : [el("tr", {}, el("td", { colspan: 6 }, "none under way"))]));
+  chart();
+  figures("cache", [
+    ["hits", share(cache.hits, cache.hits + cache.misses)],
+    ["tokens reused", number(cache.reused_tokens)],
+    ["held", `${bytes(cache.bytes)} of ${bytes(cache.max_bytes)}`],
+    ["evictions", number(cache.evictions)],
+    ...(stats.ssd_cache ? [["on disk", `${bytes(stats.ssd_cache.bytes)} of ${bytes(stats.ssd_cache.max_bytes)}`]] : []),
+  ]);
+  const misses = (cache.recent_misses ?? []).slice(-8).reverse();
+  $("misses").replaceChildren(...(misses.length ? misses.map((miss) => el("li", {}, explain(miss))) : [el("li", {}, "nothing was missed")]));
+  const sources = Object.entries(memory).filter(([name, value]) => typeof value === "number" && name !== "limit");
+  const most = Math.max(admission.usable_bytes ?? 0, ...sources.map(([, value]) => value), 1);
+  $("memory").replaceChildren(...[["weights", admission.weights_bytes], ["rows' states", batch.kv_bytes], ["prefix cache", cache.bytes], ...sources].filter(([, value]) => value != null).map(([name, value]) =>
+    el("div.meter", {}, el("div", {}, el("span", {}, name.replaceAll("_", " ")), el("span", {}, bytes(value))), el("progress", { max: most, value, "aria-label": name.replaceAll("_", " ") }))));
+  figures("speculation", [["proposed", number(proposals.proposed)], ["accepted", number(proposals.accepted)], ["acceptance", share(proposals.accepted, proposals.proposed)], ["windows", number(stats.steps?.windows)]]);
+  $("all").textContent = JSON.stringify(stats, null, 2);
+}
+
+function explain(miss) {
+  const sides = miss.stored != null || miss.asked != null ? `: stored ${JSON.stringify(miss.stored)}, asked ${JSON.stringify(miss.asked)}` : "";
+  return `${miss.kind} at token ${miss.position}${sides}`;
+}
+
+function chart() {
+  if (speeds.length < 2) return;
+  const top = Math.max(...speeds, 1);
+  const points = speeds.map((speed, i) => `${((i + HISTORY - speeds.length) / (HISTORY - 1)) * 100},${(1 - speed / top) * 96 + 2}`);
+  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+  svg.setAttribute("viewBox", "0 0 100 100");
+  svg.setAttribute("preserveAspectRatio", "none");
+  svg.setAttribute("role", "img");
+  svg.setAttribute("aria-label", `between ${number(Math.min(...speeds), 1)} and ${number(top, 1)} tokens per second`);
+  const path = document.createElementNS("http://www.w3.org/2000/svg", "path");
+  path.setAttribute("d", `M${points.join("L")}`);
+  svg.append(path);
+  $("chart").replaceChildren(svg, el("p.quiet.small", {}, `most ${number(top, 1)}`));
+}
+
+$("key-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  key.set($("key").value.trim());
+  $("key-form").hidden = true;
+  watch();
+});
+
+async function watch() {
+  for (let wait = 500; ; wait = Math.min(wait * 2, 8000)) {
+    try {
+      for await (const stats of events("stats/stream")) { show(stats); wait = 500; }
+    } catch (error) {
+      if (error.status === 401) {
+        state(error.message, "bad");
+        $("key-form").hidden = false;
+        return;
+      }
+    }
+    before = null;
+    state("the server does not answer; asking again", "bad");
+    await new Promise((done) => setTimeout(done, wait));
+  }
+}
+watch();
