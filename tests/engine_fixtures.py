@@ -16,9 +16,9 @@ from mlx.utils import tree_flatten
 
 import tiny_models
 from gnomon.chat.tokenizer import Tokenizer
-from gnomon.config import EngineConfig, KvScheme, SpeculationConfig
+from gnomon.config import CacheConfig, EngineConfig, KvScheme, SpeculationConfig
 from gnomon.engine import admission
-from gnomon.engine.api import Delta, Event, Failed, Finished, ModelInfo, Request
+from gnomon.engine.api import Delta, Event, Failed, Finished, ModelInfo, Replayed, Request
 from gnomon.engine.budget import Budget
 from gnomon.engine.coding import coding_for
 from gnomon.engine.core import Core
@@ -26,6 +26,7 @@ from gnomon.engine.counters import Counters
 from gnomon.engine.engine import Engine
 from gnomon.engine.heart import Heart
 from gnomon.engine.mailbox import Cancel, Mailbox, Submit
+from gnomon.engine.resume import Store, claim
 from gnomon.engine.row import Job
 from gnomon.engine.speculation import ProposerFactory, Speculation
 from gnomon.grammar import Compiler, Vocabulary
@@ -92,6 +93,8 @@ def tiny_engine(
     load: Callable[[], LoadedModel] | None = None,
     propose: ProposerFactory | None = None,
     on_failure: Callable[[str], None] | None = None,
+    saves: Store | None = None,
+    kv: KvScheme | None = None,
 ) -> Iterator[Engine]:
     """A running engine; its model is the tiny one of that type unless `load` gives another."""
     engine = Engine(
@@ -101,6 +104,8 @@ def tiny_engine(
         model_id=f"tiny-{model_type}",
         propose=propose,
         on_failure=on_failure,
+        saves=saves,
+        kv=kv,
     )
     try:
         engine.wait(60)
@@ -118,9 +123,13 @@ class Rig:
         config: EngineConfig | None = None,
         propose: ProposerFactory | None = None,
         budget: Budget | None = None,
+        cache: CacheConfig | None = None,
+        operations: str = "stock",
+        saves: Store | None = None,
         speculation: Speculation | None = None,
         kv: KvScheme | None = None,
     ) -> None:
+        self.saves = saves
         self.events: dict[str, list[Event]] = {}
         self.closed: list[str] = []
         self.mailbox = Mailbox()
@@ -137,7 +146,10 @@ class Rig:
             Heart(1000),
             speculation,
             lambda job: self.closed.append(job.request.id),
+            cache=cache,
+            operations=operations,
             coding=None if kv is None else coding_for(loaded, kv),
+            saves=saves,
         )
         self.loaded = loaded
 
@@ -145,18 +157,24 @@ class Rig:
         model = ModelInfo("tiny", "", "tiny", self.loaded.context_length, self.loaded.vocab_size, (EOS_ID,), 0, 0)
         events = self.events[request.id] = []
         limit = admission.token_limit(request, model, None)
-        sampling = request.sampling
         grammar = None if request.constraint is None else tiny_compiler().compile(request.constraint)
-        job = Job(request, events.append, limit, seed if sampling.seed is None else sampling.seed, grammar)
+        slot, record = None, None
+        if self.saves is not None:
+            request, slot, record = claim(self.saves, request, "tiny", tiny_tokenizer(), model.vocab_size, grammar)
+        if request.sampling.seed is not None:
+            seed = request.sampling.seed
+        elif record is not None:
+            seed = record.seed
+        job = Job(request, events.append, limit, seed, grammar, slot=slot, record=record)
         self.mailbox.post(Submit(job))
         return job
 
-    def cancel(self, request_id: str) -> None:
-        self.mailbox.post(Cancel(request_id))
+    def cancel(self, request_id: str, *, answered: bool = False) -> None:
+        self.mailbox.post(Cancel(request_id, answered))
 
     def turn(self, times: int = 1) -> None:
         for _ in range(times):
-            self.core.read_mail()
+            self.core.read_mail(1.0 if self.core.is_waiting else 0.0)
             self.core.turn()
 
     def finish(self, most: int = 10_000) -> None:
@@ -169,7 +187,14 @@ class Rig:
 
     def ids(self, request_id: str, index: int = 0) -> list[int]:
         """Tokens delivered to a choice so far."""
-        return [i for e in self.events[request_id] if isinstance(e, Delta) and e.index == index for i in e.ids]
+        return [i for e in self.deltas(request_id) if e.index == index for i in e.ids]
+
+    def deltas(self, request_id: str) -> list[Delta]:
+        """Deltas so far, replayed ones among them."""
+        found: list[Delta] = []
+        for event in self.events[request_id]:
+            found += event.deltas if isinstance(event, Replayed) else [event] if isinstance(event, Delta) else []
+        return found
 
     def end(self, request_id: str) -> Finished | Failed:
         """The request's last event, after which and before which there is no other such."""

@@ -27,6 +27,7 @@ from gnomon.engine.api import (
     Failed,
     Finished,
     FinishReason,
+    FlushReport,
     Health,
     ModelInfo,
     Progress,
@@ -178,6 +179,9 @@ class FakeEngine:
         self.open: dict[str, Job] = {}
         self.stopped = threading.Event()
         self.draining = threading.Event()
+        self.report = FlushReport(False)
+        self.flushes: list[float] = []
+        self.sessions: set[str] = set()
         self._taken: queue.Queue[Job] = queue.Queue()
         self._idle = threading.Condition()
 
@@ -218,7 +222,7 @@ class FakeEngine:
             self.open.pop(job.request.id, None)
             self._idle.notify_all()
 
-    def cancel(self, request_id: str) -> None:
+    def cancel(self, request_id: str, *, answered: bool = False) -> None:
         job = self.open.get(request_id)
         if job is not None:
             job.cancel()
@@ -228,6 +232,13 @@ class FakeEngine:
 
     def stats(self) -> Mapping[str, Any]:
         return self.sections
+
+    def flush(self, timeout: float) -> FlushReport:
+        self.flushes.append(timeout)
+        return self.report
+
+    def close_session(self, session: str) -> bool:
+        return session in self.sessions
 
     def drain(self, timeout: float) -> bool:
         self.draining.set()

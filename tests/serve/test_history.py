@@ -142,3 +142,33 @@ def test_raw_prompts_remember_too() -> None:
         client.post("/v1/completions", json={"prompt": "once the cat sat"})
     one, two = engine.submitted
     assert two.prompt == (*one.prompt, *SPELT, *TOKENIZER.encode(" sat"))
+
+
+def test_messages_take_the_tokens_of_the_last_answer() -> None:
+    engine = FakeEngine(spell)
+    asked = [{"role": "user", "content": "who?"}]
+    with app_over(engine) as client:
+        first = client.post("/v1/messages", json={"messages": asked, "max_tokens": 9}).json()
+        assert first["content"] == [{"type": "text", "text": "the cat"}]
+        wait_for(client, 1)
+        more = [*asked, {"role": "assistant", "content": first["content"]}, {"role": "user", "content": "why?"}]
+        client.post("/v1/messages", json={"messages": more, "max_tokens": 9})
+    one, two = engine.submitted
+    assert two.prompt == (*one.prompt, *SPELT, *TOKENIZER.encode(NEXT))
+
+
+def test_responses_take_the_tokens_of_the_last_answer() -> None:
+    """Whether the client sends the conversation again, or names the response before."""
+    engine = FakeEngine(spell)
+    with app_over(engine) as client:
+        first = client.post("/v1/responses", json={"input": "who?"}).json()
+        wait_for(client, 1)
+        again = [
+            {"role": "user", "content": "who?"},
+            {"role": "assistant", "content": first["output"][0]["content"]},
+            {"role": "user", "content": "why?"},
+        ]
+        client.post("/v1/responses", json={"input": "why?", "previous_response_id": first["id"]})
+        client.post("/v1/responses", json={"input": again})
+    one, *others = engine.submitted
+    assert [other.prompt for other in others] == [(*one.prompt, *SPELT, *TOKENIZER.encode(NEXT))] * 2

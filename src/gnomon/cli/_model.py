@@ -8,7 +8,7 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from gnomon.cli._library import find, stderr
 from gnomon.cli._verbs import CommandError
@@ -19,17 +19,20 @@ if TYPE_CHECKING:
     from gnomon.chat.tokenizer import Tokenizer
     from gnomon.cli._talk import InProcess
     from gnomon.engine.engine import Engine
+    from gnomon.engine.resume import Store
     from gnomon.hub.resolve import Found
     from gnomon.trace import Tracer
 
 log = logging.getLogger(__name__)
 
+E = TypeVar("E", covariant=True)
+
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class Loaded(Generic[E]):
     """A model in memory with its engine running; `config` includes the model's own defaults."""
 
-    engine: Engine
+    engine: E
     tokenizer: Tokenizer
     template: ChatTemplate
     config: Config
@@ -60,8 +63,11 @@ def check_backend() -> None:
         ) from e
 
 
-def start(config: Config, found: Found) -> Loaded:
-    """Load a model and start its engine. Raises CommandError with the reason when it can't be loaded."""
+def start(config: Config, found: Found, *, serving: bool = False) -> Loaded[Engine]:
+    """Load a model and start its engine, which saves running answers only when `serving`.
+
+    Raises CommandError with the reason when it can't be loaded.
+    """
     check_backend()
     from gnomon.chat.template import ChatTemplate
     from gnomon.chat.tokenizer import Tokenizer
@@ -83,12 +89,28 @@ def start(config: Config, found: Found) -> Loaded:
             draft=draft_of(config),
             measurements=config.paths.cache,
             kernel_cache=config.paths.cache / "kernels",
+            cache=config.cache,
             kv=config.kv.scheme,
             tracer=tracer,
+            saves=_saves(config) if serving else None,
         )
     except (ValueError, OSError, RuntimeError, ImportError) as e:
         raise CommandError(f"{found.id} can't be loaded: {e}") from e
     return Loaded(engine, tokenizer, template, config, tracer)
+
+
+def _saves(config: Config) -> Store | None:
+    from gnomon.engine.resume import Store
+
+    every = config.checkpoint.generation_checkpoint
+    if every is None:
+        return None
+    try:
+        return Store(config.paths.generations, every)
+    except OSError as e:
+        raise CommandError(
+            f"{config.origin('checkpoint', 'generation_checkpoint')}: {config.paths.generations}: {e}"
+        ) from e
 
 
 def draft_of(config: Config) -> Path | None:

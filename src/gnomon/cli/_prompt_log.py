@@ -9,7 +9,18 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from gnomon.chat.constraint import Constraint
-from gnomon.engine.api import ChoiceFinished, Delta, Engine, Event, Health, ModelInfo, Request, Sink
+from gnomon.engine.api import (
+    ChoiceFinished,
+    Delta,
+    Engine,
+    Event,
+    FlushReport,
+    Health,
+    ModelInfo,
+    Replayed,
+    Request,
+    Sink,
+)
 
 log = logging.getLogger("gnomon.prompts")
 
@@ -36,6 +47,8 @@ class PromptLog:
         def heard(event: Event) -> None:
             if isinstance(event, Delta):
                 texts[event.index].append(event.text)
+            elif isinstance(event, Replayed):
+                texts[event.index] += [delta.text for delta in event.deltas]
             elif isinstance(event, ChoiceFinished):
                 text = "".join(texts.pop(event.index, ()))
                 log.info("answer %d (%s): %s", event.index, event.reason, text, extra=about)
@@ -57,14 +70,20 @@ class PromptLog:
     def compile(self, constraint: Constraint) -> Sequence[str]:
         return self._engine.compile(constraint)
 
-    def cancel(self, request_id: str) -> None:
-        self._engine.cancel(request_id)
+    def cancel(self, request_id: str, *, answered: bool = False) -> None:
+        self._engine.cancel(request_id, answered=answered)
 
     def health(self) -> Health:
         return self._engine.health()
 
     def stats(self) -> Mapping[str, Any]:
         return self._engine.stats()
+
+    def flush(self, timeout: float) -> FlushReport:
+        return self._engine.flush(timeout)
+
+    def close_session(self, session: str) -> bool:
+        return self._engine.close_session(session)
 
     def drain(self, timeout: float) -> bool:
         return self._engine.drain(timeout)

@@ -95,7 +95,7 @@ class InProcess:
         yield from self._stream(tuple(self.tokenizer.encode(prompt, special=True)), False, PlainSplitter(), ask)
 
     def _stream(self, ids: tuple[int, ...], thinking: bool, splitter: Splitter, ask: Ask) -> Generator[Event]:
-        from gnomon.engine.api import ChoiceFinished, Delta, EngineError, Failed, Progress, Request
+        from gnomon.engine.api import ChoiceFinished, Delta, EngineError, Failed, Progress, Replayed, Request
 
         request = Request(
             id=f"cli-{uuid.uuid4().hex}",
@@ -111,8 +111,9 @@ class InProcess:
             raise CommandError(str(e)) from e
         try:
             for event in events:
-                if isinstance(event, Delta):
-                    yield from splitter.feed(event.text)
+                if isinstance(event, Delta | Replayed):
+                    for delta in event.deltas if isinstance(event, Replayed) else (event,):
+                        yield from splitter.feed(delta.text)
                 elif isinstance(event, Progress):
                     yield Reading(event.processed, event.total)
                 elif isinstance(event, ChoiceFinished):

@@ -35,6 +35,11 @@ class Paths:
     def models(self) -> Path:
         return self.cache / "models"
 
+    @property
+    def generations(self) -> Path:
+        """Of checkpoints of running answers."""
+        return self.cache / "generations"
+
 
 @dataclass(frozen=True, slots=True)
 class ClientConfig:

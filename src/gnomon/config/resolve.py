@@ -11,8 +11,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
+from gnomon.config.cache import CacheConfig
+from gnomon.config.checkpoint import CheckpointConfig
 from gnomon.config.engine import EngineConfig
 from gnomon.config.http import HTTPConfig
+from gnomon.config.isolation import IsolationConfig
 from gnomon.config.kernel import KernelConfig
 from gnomon.config.kv import KvConfig
 from gnomon.config.log import LogConfig, TraceConfig
@@ -41,14 +44,17 @@ class Config:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
     http: HTTPConfig = field(default_factory=HTTPConfig)
+    isolation: IsolationConfig = field(default_factory=IsolationConfig)
     client: ClientConfig = field(default_factory=ClientConfig)
     paths: Paths = field(default_factory=Paths)
     log: LogConfig = field(default_factory=LogConfig)
     kernel: KernelConfig = field(default_factory=KernelConfig)
     kv: KvConfig = field(default_factory=KvConfig)
     trace: TraceConfig = field(default_factory=TraceConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     origins: Mapping[str, Origin] = field(default_factory=dict[str, Origin])
     notes: tuple[str, ...] = ()
@@ -60,27 +66,33 @@ class Config:
 Group = type[
     ModelConfig
     | EngineConfig
+    | CacheConfig
     | SamplingDefaults
     | HTTPConfig
+    | IsolationConfig
     | ClientConfig
     | Paths
     | LogConfig
     | KernelConfig
     | KvConfig
     | TraceConfig
+    | CheckpointConfig
     | SpeculationConfig
 ]
 GROUPS: Mapping[str, Group] = {
     "model": ModelConfig,
     "engine": EngineConfig,
+    "cache": CacheConfig,
     "sampling": SamplingDefaults,
     "http": HTTPConfig,
+    "isolation": IsolationConfig,
     "client": ClientConfig,
     "paths": Paths,
     "log": LogConfig,
     "kernel": KernelConfig,
     "kv": KvConfig,
     "trace": TraceConfig,
+    "checkpoint": CheckpointConfig,
     "speculation": SpeculationConfig,
 }
 COMMON = (Paths, LogConfig)
@@ -88,12 +100,15 @@ COMMON = (Paths, LogConfig)
 SERVE = (
     ModelConfig,
     EngineConfig,
+    CacheConfig,
     SamplingDefaults,
     SpeculationConfig,
     HTTPConfig,
+    IsolationConfig,
     KernelConfig,
     KvConfig,
     TraceConfig,
+    CheckpointConfig,
     *COMMON,
 )
 

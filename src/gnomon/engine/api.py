@@ -73,10 +73,14 @@ class Request:
     trace_id: str | None = None
     boundary: int | None = None
     """Position in the prompt at which its template opens the answer: the next turn has the same tokens up to there."""
+    session: str | None = None
+    """What the session is called whose turn this is: its states are kept longest."""
     namespace: str = ""
     """States are reused only within one: whatever else than the tokens changes a forward belongs into its name."""
     constraint: Constraint | None = None
     thinking: Thinking | None = None
+    text: str | None = None
+    """The text that the prompt was made of, where it was: the same text may come as other ids another time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +104,7 @@ class TokenLogprob:
 
 Tier = Literal["L1", "L2", "Lab"]
 """What a result promises: mlx-lm's bits, mixed KV's, or a stated tolerance."""
-CacheTier = Literal["none", "ram"]
+CacheTier = Literal["none", "ram", "ssd"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +173,15 @@ class Delta:
 
 
 @dataclass(frozen=True, slots=True)
+class Replayed:
+    """What an interrupted generation had delivered, once more, when the identical request goes on with it: one delta per token or so."""
+
+    request_id: str
+    index: int
+    deltas: tuple[Delta, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ChoiceFinished:
     """A choice ended. `stop` is the stop string that matched, if one did."""
 
@@ -188,15 +201,17 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Last event of a request that failed. `fatal` tells that the engine itself can't go on."""
+    """Last event of a request that failed. `fatal` tells that the engine itself can't go on, `refusal` what `submit` would have raised
+    had the engine been there to ask."""
 
     request_id: str
     message: str
     code: str = "engine_error"
     fatal: bool = False
+    refusal: EngineError | None = None
 
 
-Event = Progress | Delta | ChoiceFinished | Finished | Failed
+Event = Progress | Delta | Replayed | ChoiceFinished | Finished | Failed
 Sink = Callable[[Event], None]
 """Called on the engine thread: it must not block and must not raise."""
 
@@ -257,6 +272,28 @@ class Health:
     message: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class FlushReport:
+    """What became durable. `durable` only if every state in memory is on disk and none was dropped or failed meanwhile."""
+
+    durable: bool
+    flushed: int = 0
+    """States that memory alone held when the flush began, and are on disk now."""
+    pending: int = 0
+    """States not handed to the writer yet."""
+    pending_spills: int = 0
+    pending_spill_bytes: int = 0
+    dropped: int = 0
+    failed: int = 0
+    missing: int = 0
+    """States that memory alone holds at the end."""
+    seconds: float = 0.0
+    entries: int = 0
+    """Files in the directory."""
+    longest: int = 0
+    """Tokens of the longest state on disk."""
+
+
 class Engine(Protocol):
     """Thread-safe front of the engine thread."""
 
@@ -275,14 +312,25 @@ class Engine(Protocol):
         """Make ready to enforce a constraint, on the caller's thread; what of it would not be enforced. Raises `Unenforceable`."""
         ...
 
-    def cancel(self, request_id: str) -> None:
-        """Stop a request at the next chunk or step. Unknown ids are ignored. The sink still gets its last event."""
+    def cancel(self, request_id: str, *, answered: bool = False) -> None:
+        """Stop a request at the next chunk or step. Unknown ids are ignored. The sink still gets its last event.
+
+        `answered` tells that the client has all it wants: nothing is kept to go on with.
+        """
         ...
 
     def health(self) -> Health: ...
 
     def stats(self) -> Mapping[str, Any]:
         """Counters and gauges by section, as plain JSON values."""
+        ...
+
+    def flush(self, timeout: float) -> FlushReport:
+        """Write every state that only memory holds, waiting up to `timeout` seconds."""
+        ...
+
+    def close_session(self, session: str) -> bool:
+        """Hold on to a session's states no longer; False if there is no such session."""
         ...
 
     def drain(self, timeout: float) -> bool:

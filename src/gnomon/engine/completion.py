@@ -13,6 +13,7 @@ from gnomon.engine.api import (
     Failed,
     Finished,
     FinishReason,
+    Replayed,
     TokenLogprob,
     Usage,
 )
@@ -27,6 +28,11 @@ class Choice:
     logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
     finish_reason: FinishReason | None = None
     stop: str | None = None
+
+    def add(self, delta: Delta) -> None:
+        self.text += delta.text
+        self.ids += delta.ids
+        self.logprobs += delta.logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +53,11 @@ def collect(events: Iterable[Event], n: int = 1) -> Completion:
     choices = tuple(Choice() for _ in range(n))
     for event in events:
         match event:
-            case Delta(_, index, text, ids, logprobs):
-                choices[index].text += text
-                choices[index].ids += ids
-                choices[index].logprobs += logprobs
+            case Delta():
+                choices[event.index].add(event)
+            case Replayed(_, index, deltas):
+                for delta in deltas:
+                    choices[index].add(delta)
             case ChoiceFinished(_, index, reason, stop):
                 choices[index].finish_reason, choices[index].stop = reason, stop
             case Finished(_, usage):

@@ -9,14 +9,16 @@ from collections.abc import Callable, Sequence
 import mlx.core as mx
 
 from gnomon.chat.tokenizer import Tokenizer
-from gnomon.config import EngineConfig
+from gnomon.config import CacheConfig, EngineConfig
 from gnomon.engine.batch import Batch
-from gnomon.engine.budget import Budget
+from gnomon.engine.budget import Budget, ceiling
 from gnomon.engine.counters import Counters
 from gnomon.engine.embedding import Embedder
 from gnomon.engine.heart import Heart
-from gnomon.engine.mailbox import Cancel, Embed, Mailbox, Stop, Submit
-from gnomon.engine.reuse import Reuse, cache_bytes
+from gnomon.engine.mailbox import Ask, Cancel, Embed, Mailbox, Stop, Submit, Wake
+from gnomon.engine.persist import new_reuse
+from gnomon.engine.resume import Store
+from gnomon.engine.reuse import cache_bytes
 from gnomon.engine.row import Job, Row
 from gnomon.engine.runner import Runner, forked
 from gnomon.engine.scheduler import Prepared, Scheduler
@@ -58,7 +60,14 @@ class Core:
         prime: Callable[[BatchState], None] | None = None,
         coding: Coding | None = None,
         tracer: Tracer = OFF,
+        cache: CacheConfig | None = None,
+        operations: str = "stock",
+        saves: Store | None = None,
     ) -> None:
+        """`operations` says whose kernels run: with others a state has other bits.
+
+        Raises what opening the cache's directory raises.
+        """
         self.loaded = loaded
         self.tokenizer = tokenizer
         self.mailbox = mailbox
@@ -67,13 +76,22 @@ class Core:
         self.runner = Runner(loaded, config, counters, heart, prime, coding)
         self.speculation = speculation
         self.on_close = on_close
+        self.saves = saves
         self.tracer = tracer
         self.eos_ids = frozenset({*loaded.eos_token_ids, *tokenizer.eos_ids})
         binding = loaded.binding
         self.budget = budget
+        self.ceiling = ceiling(config.memory_budget)
         size = cache_bytes(config.prompt_cache, budget)
-        cache = PrefixCache(size, config.cache_retention) if size else None
-        self.reuse = Reuse(self.runner, cache, lambda ids: tokenizer.decode(ids, hide=False))
+        cache_config = cache or CacheConfig()
+        self.reuse = new_reuse(
+            self.runner,
+            PrefixCache(size, config.cache_retention) if size else None,
+            lambda ids: tokenizer.decode(ids, hide=False),
+            cache_config,
+            operations,
+            lambda: mailbox.post(Wake()),
+        )
         self.scheduler = Scheduler(
             rows=config.batch if binding.batchable else 1,
             chunk=config.prefill_chunk,
@@ -81,7 +99,7 @@ class Core:
             new_prefill=self.reuse.new_prefill,
             has_memory=self.has_memory,
             num_cached=self.reuse.num_cached,
-            may_join=self.reuse.may_join,
+            may_join=self.may_join,
         )
         self.embedder = Embedder(self.runner)
         self.jobs: dict[str, Job] = {}
@@ -101,6 +119,12 @@ class Core:
     def has_work(self) -> bool:
         return bool(self.jobs or self.embedder.waiting)
 
+    @property
+    def is_waiting(self) -> bool:
+        """Every open request waits for the disk: there is nothing to do before a command comes."""
+        disk = self.reuse.disk
+        return disk is not None and not self.embedder.waiting and 0 < len(self.jobs) <= disk.num_waiting
+
     def turn(self) -> None:
         """Admit, prefill one window, start what is ready, step once, embed one window."""
         self.heart.beat("scheduling")
@@ -112,8 +136,16 @@ class Core:
         self.embedder.turn()
         if not self.jobs:
             self.rest()
+        self.tend()
         if time.monotonic() >= self.gauges_due:
             self.take_gauges()
+
+    def tend(self) -> None:
+        """What belongs to no request: states on their way to and from the disk."""
+        disk = self.reuse.disk
+        if disk is not None:
+            self.scheduler.waiting.extend(job for job in disk.fetched() if job.open)
+            disk.tend()
 
     def read_mail(self, wait: float = 0.0) -> None:
         """Do what other threads asked, waiting up to `wait` seconds for a first command."""
@@ -121,19 +153,28 @@ class Core:
             match command:
                 case Submit(job):
                     self.jobs[job.request.id] = job
-                    self.scheduler.waiting.append(job)
+                    disk = self.reuse.disk
+                    if disk is None or not disk.fetch(job):
+                        self.scheduler.waiting.append(job)
                 case Embed(embedding):
                     self.embedder.waiting.append(embedding)
-                case Cancel(request_id):
+                case Cancel(request_id, answered):
                     # Unknown ids are those of requests that have ended.
                     if job := self.jobs.get(request_id):
-                        job.cancel()
+                        job.cancel(answered=answered)
                         self.reap()
                         # Without open requests there is no further turn that would give the rows back.
                         if not self.jobs:
                             self.rest()
                 case Stop():
                     self.stopping = True
+                case Wake():
+                    self.tend()
+                case Ask(work, answer):
+                    try:
+                        answer.set_result(work())
+                    except Exception as error:  # noqa: BLE001  (handed to whoever asked)
+                        answer.set_exception(error)
 
     def admit(self) -> None:
         self.scheduler.num_running = self.batch.num_open
@@ -151,11 +192,17 @@ class Core:
         self.reuse.allow(left)
         return True
 
+    def may_join(self, job: Job, group: Sequence[Job]) -> bool:
+        """Whether a prompt may share the window of a group: nothing is lost that reuse would save, and its scores fit."""
+        together = ((len(one.prompt) - self.reuse.num_cached(one), len(one.prompt)) for one in (job, *group))
+        return self.runner.workspace.has_room(together) and self.reuse.may_join(job, group)
+
     def prefill(self) -> None:
         """Advance one preparation by one window."""
         preparation = self.scheduler.next_preparation()
         if preparation is None:
             return
+        self.stepper.disturbed()
         jobs, prefill = preparation.jobs, preparation.prefill
         begun, tokens = time.monotonic(), 0 if prefill.finished else prefill.num_tokens
         try:
@@ -169,6 +216,7 @@ class Core:
             if not any(job.open for job in jobs):
                 self.runner.probe()
             return
+        self.relieve()
         if tokens and self.tracer.enabled:
             memory = {"activeBytes": mx.get_active_memory(), "peakBytes": mx.get_peak_memory()}
             self.trace(jobs, "prefill", begun, tokens=tokens, **memory)
@@ -220,17 +268,53 @@ class Core:
             self.rebuild(error)
         seconds = time.perf_counter() - begun
         counters.decode.add(counters.generated_tokens - tokens, seconds)
+        self.grown()
         if stepped:
             counters.step(rows, seconds)
             self.trace(running, "step", started, rows=rows)
         if stepped and counters.steps % CLEAR_CACHE_STEPS == 0:
             mx.clear_cache()
+            self.relieve()
+
+    def relieve(self) -> None:
+        """What is kept for reuse gives way when memory runs short. No request is refused for it."""
+        excess = mx.get_active_memory() - self.ceiling
+        if excess > 0:
+            self.reuse.shed(excess)
+
+    def grown(self) -> None:
+        """Rows have further tokens: lend and save what is due."""
+        batch, saves = self.batch, self.saves
+        for b, row in enumerate(batch.rows):
+            if row.open and batch.state is not None:
+                self.reuse.grown(row, batch.state, b)
+                slot = row.job.slot
+                if saves is not None and slot is not None and len(row.tokens) - row.num_saved >= saves.every:
+                    row.num_saved = len(row.tokens)
+                    saves.save(slot, row.record(slot.key))
+
+    def settle(self, job: Job) -> None:
+        """Keep what a request came to that was interrupted, or forget what was saved of it.
+
+        A request that failed for a reason of its own would fail again where it goes on.
+        """
+        saves, slot = self.saves, job.slot
+        if saves is None or slot is None:
+            return
+        if job.fatal or (job.cancelled and not job.answered):
+            row = job.rows[0] if job.rows else None
+            if row is not None and len(row.tokens) >= saves.every and len(row.tokens) > row.num_saved:
+                saves.save(slot, row.record(slot.key))
+            saves.keep(slot)
+        else:
+            saves.remove(slot)
 
     def reap(self) -> None:
         """Say goodbye to requests that ended."""
         for job in [job for job in self.jobs.values() if not job.open]:
             del self.jobs[job.request.id]
             self.counters.ended(job)
+            self.settle(job)
             self.reuse.ended(job)
             self.trace_end(job)
             self.on_close(job)
@@ -313,7 +397,7 @@ class Core:
             if job.open:
                 job.num_cached, job.miss = 0, None
                 try:
-                    prefill = self.runner.prefill_alone(job.prompt)
+                    prefill = self.runner.prefill_alone(job.feed)
                 except Exception as own:  # noqa: BLE001  (this request alone was in the window)
                     job.fail(own)
                 else:

@@ -11,17 +11,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 from gnomon.chat.constraint import Constraint
 from gnomon.chat.tokenizer import Tokenizer
-from gnomon.config import EngineConfig, KernelConfig, KvScheme, SpeculationConfig
+from gnomon.config import CacheConfig, EngineConfig, KernelConfig, KvScheme, SpeculationConfig
 from gnomon.engine import admission, stats
 from gnomon.engine.api import (
+    EngineError,
     EngineUnavailable,
     Event,
     Failed,
     Finished,
+    FlushReport,
     Health,
     InvalidRequest,
     ModelInfo,
@@ -39,7 +41,8 @@ from gnomon.engine.counters import Counters
 from gnomon.engine.drafting import check_draft, check_tokenizers, open_speculation
 from gnomon.engine.embedding import EmbeddingJob, embeds
 from gnomon.engine.heart import Heart
-from gnomon.engine.mailbox import Cancel, Embed, Mailbox, Stop, Submit
+from gnomon.engine.mailbox import Ask, Cancel, Embed, Mailbox, Stop, Submit
+from gnomon.engine.resume import Record, Slot, Store, claim, files_of
 from gnomon.engine.row import Job
 from gnomon.engine.runner import DeviceFailed, Runner
 from gnomon.engine.sampling import fresh_seed
@@ -55,8 +58,12 @@ from gnomon.trace import OFF, Tracer
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 IDLE_BEAT = 1.0
 """Seconds between heartbeats of an idle engine."""
+ASK_SECONDS = 60.0
+"""How long another thread waits for an answer of the engine's."""
 THREAD_EXIT = 0.05
 """Seconds in which a thread that has nothing left to do is gone, where the system doesn't tell."""
 MAX_RESETS = 3
@@ -69,7 +76,7 @@ class Engine:
     `load`, `load_draft`, `propose` and `prime` run on that thread; `prime` may fill the fresh state of a prompt before its prefill. What
     steps cost is kept in the directory `measurements`. `on_failure`
     is called from it, once, after every open request has heard `Failed`, when the engine can't go on: the host process should
-    then exit non-zero.
+    then exit non-zero. `saves` is where running generations are saved; the engine closes it at its end.
     """
 
     def __init__(
@@ -88,8 +95,13 @@ class Engine:
         tracer: Tracer = OFF,
         kernels: KernelConfig | None = None,
         kernel_cache: Path | None = None,
+        cache: CacheConfig | None = None,
         kv: KvScheme | None = None,
+        saves: Store | None = None,
     ) -> None:
+        self._cache = cache
+        self.saves = saves
+        self._identity = ""
         self.config = config or EngineConfig()
         self._kernel_config = kernels or KernelConfig(kernels="stock")
         self._kernel_cache = kernel_cache
@@ -151,11 +163,38 @@ class Engine:
         Raises `InvalidRequest`, `QueueFull` or `EngineUnavailable`; then nothing was started.
         """
         model, budget = self.model, self._budget
+        grammar = None if request.constraint is None else self._grammar(request.constraint)
+        slot, record = None, None
+        if self.saves is not None:
+            request, slot, record = claim(
+                self.saves, request, self._identity, self.tokenizer, model.vocab_size, grammar
+            )
+        try:
+            self._submit(request, sink, model, budget, grammar, slot, record)
+        except EngineError:
+            if self.saves is not None and slot is not None:
+                self.saves.keep(slot)
+            raise
+        if record is not None and self.saves is not None:
+            self.saves.tell_resumed(record)
+            log.info("request %s goes on after %d tokens of an interrupted answer", request.id, len(record.tokens))
+
+    def _submit(
+        self,
+        request: Request,
+        sink: Sink,
+        model: ModelInfo,
+        budget: Budget | None,
+        grammar: Compiled | None,
+        slot: Slot | None,
+        record: Record | None,
+    ) -> None:
         in_memory = budget.max_context(max(1, request.n)) if budget is not None else None
         limit = admission.token_limit(request, model, self.config.context_limit, in_memory)
         seed = request.sampling.seed
-        grammar = None if request.constraint is None else self._grammar(request.constraint)
-        job = Job(request, sink, limit, fresh_seed() if seed is None else seed, grammar, tier=model.tier)
+        if seed is None:
+            seed = fresh_seed() if record is None else record.seed
+        job = Job(request, sink, limit, seed, grammar, tier=model.tier, slot=slot, record=record)
         with self._lock:
             self._refuse_if_closed()
             if request.id in self._open:
@@ -216,9 +255,12 @@ class Engine:
                 f"{constraint.param} can't be enforced: {error}", constraint.param, "unsupported"
             ) from error
 
-    def cancel(self, request_id: str) -> None:
-        """Stop a request at the next chunk or step; its sink still gets its last event. Unknown ids are ignored."""
-        self._mailbox.post(Cancel(request_id))
+    def cancel(self, request_id: str, *, answered: bool = False) -> None:
+        """Stop a request at the next chunk or step; its sink still gets its last event. Unknown ids are ignored.
+
+        `answered` tells that the client has all it wants: nothing is kept to go on with.
+        """
+        self._mailbox.post(Cancel(request_id, answered))
 
     def stream(self, request: Request) -> Iterator[Event]:
         """Submit and yield the events up to `Finished` or `Failed`. Closing the iterator cancels the request."""
@@ -297,11 +339,33 @@ class Engine:
                 "open_requests": len(jobs),
             },
             **stats.snapshot(self._counters, self.config, self._model, self._budget, jobs),
-            **({"prompt_cache": self._core.reuse.stats()} if self._core is not None else {}),
+            **(self._core.reuse.sections() if self._core is not None else {}),
+            "generation_checkpoints": {"enabled": False} if self.saves is None else self.saves.stats(),
             **self._told_of_speculation(),
             "kernels": dict(self._kernels.stats()),
             "kv_quant": self._kv_stats,
         }
+
+    def flush(self, timeout: float) -> FlushReport:
+        """Write every state that only memory holds, waiting up to `timeout` seconds."""
+        core = self._core
+        return core.reuse.flush(timeout, self._ask) if core is not None else FlushReport(False)
+
+    def close_session(self, session: str) -> bool:
+        """Hold on to a session's states no longer; False if there is no such session, or the engine doesn't turn."""
+        core = self._core
+        return core is not None and bool(self._ask(lambda: core.reuse.close_session(session), ASK_SECONDS))
+
+    def _ask(self, work: Callable[[], T], timeout: float) -> T | None:
+        """The result of `work` on the engine's thread; None if it didn't come to it in time. Raises what `work` raises."""
+        if not self._thread.is_alive():
+            return None
+        answer: Future[T] = Future()
+        self._mailbox.post(Ask(work, answer))
+        try:
+            return answer.result(timeout)
+        except TimeoutError:
+            return None
 
     def _told_of_speculation(self) -> Mapping[str, Any]:
         core = self._core
@@ -323,6 +387,8 @@ class Engine:
         if threading.current_thread() is not self._thread:
             self._thread.join()
             _await_thread_exit(self._thread.native_id)
+            if self.saves is not None:
+                self.saves.close()
             atexit.unregister(self.stop)
 
     def __enter__(self) -> Engine:
@@ -371,9 +437,12 @@ class Engine:
         while not core.stopping:
             try:
                 self._heart.beat("idle")
-                core.read_mail(0.0 if core.has_work else IDLE_BEAT)
-                if core.has_work and not core.stopping:
+                is_busy = core.has_work and not core.is_waiting
+                core.read_mail(0.0 if is_busy else IDLE_BEAT)
+                if core.has_work and not core.is_waiting and not core.stopping:
                     core.turn()
+                else:
+                    core.tend()
             except DeviceFailed as error:
                 self._fail(core, error)
                 return
@@ -392,6 +461,7 @@ class Engine:
                     return
         self._end(core, EngineUnavailable("the engine was stopped"), "engine_stopped")
         core.close()
+        core.reuse.close()
 
     def _open_core(self) -> Core:
         loaded = self._load()
@@ -428,8 +498,10 @@ class Engine:
                 self._speculate,
                 loaded,
                 draft,
-                runner_of=lambda model: Runner(model, self.config, Counters(), self._heart),
-                kernels=f"native {self._kernels.isa} x{self._kernels.threads}" if self._kernels.native else "stock",
+                runner_of=lambda model: Runner(
+                    model, self.config, Counters(), self._heart, coding=coding if model is loaded else None
+                ),
+                kernels=f"{self._kernels.name} {self._kv.name}",
                 reuse=lambda: self._opened.reuse,
                 measurements=self._measurements,
                 extra=self._propose,
@@ -438,7 +510,12 @@ class Engine:
             prime=self._prime,
             coding=coding,
             tracer=self._tracer,
+            cache=self._cache,
+            operations=self._kernels.identity,
+            saves=self.saves,
         )
+        files = files_of(loaded.path) if self.saves is not None else ""
+        self._identity = f"{core.reuse.identity}\n{files}\n{'native' if self._kernels.native else 'stock'}"
         self._model = ModelInfo(
             id=self._model_id or loaded.path.name,
             path=str(loaded.path),
@@ -502,6 +579,7 @@ def load(
     *,
     kernels: KernelConfig | None = None,
     kernel_cache: Path | None = None,
+    cache: CacheConfig | None = None,
     speculation: SpeculationConfig | None = None,
     draft: Path | None = None,
     measurements: Path | None = None,
@@ -509,12 +587,13 @@ def load(
     model_id: str | None = None,
     on_failure: Callable[[str], None] | None = None,
     tracer: Tracer = OFF,
+    saves: Store | None = None,
 ) -> Engine:
     """Load the MLX model directory at `path` and start its engine. Raises what loading raises.
 
     `kernels` None means stock operations; builds of native kernels are kept in `kernel_cache`, measured costs of steps in
     `measurements`. `draft` is the directory of the model that drafts, `speculation.draft_model` unless given. `kv` None holds keys
-    and values plain.
+    and values plain. Running generations are kept in `saves`.
 
     Stop the engine when done: it is a context manager.
     """
@@ -538,8 +617,10 @@ def load(
         on_failure=on_failure,
         kernels=kernels,
         kernel_cache=kernel_cache,
+        cache=cache,
         kv=kv,
         tracer=tracer,
+        saves=saves,
     )
     try:
         engine.wait()

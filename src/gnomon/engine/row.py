@@ -9,6 +9,7 @@ from collections.abc import Collection, Sequence
 from gnomon.chat.tokenizer import Tokenizer
 from gnomon.engine.api import (
     CacheMiss,
+    CacheTier,
     ChoiceFinished,
     Delta,
     Event,
@@ -16,6 +17,7 @@ from gnomon.engine.api import (
     Finished,
     FinishReason,
     Progress,
+    Replayed,
     Request,
     Sink,
     Speculated,
@@ -24,6 +26,7 @@ from gnomon.engine.api import (
 )
 from gnomon.engine.constrained import RowConstraint
 from gnomon.engine.output import TextOutput, token_logprob
+from gnomon.engine.resume import Record, Slot
 from gnomon.engine.sampling import RowSampling, Score
 from gnomon.engine.speculation import Speculation
 from gnomon.grammar import Compiled
@@ -36,7 +39,7 @@ log = logging.getLogger(__name__)
 
 class Job:
     """One request: its choices share a prompt, a prefill and an end. `limit` is the most tokens a choice may get, `tier` that of the
-    engine's operations."""
+    engine's operations. `slot` is where its generation is saved, and `record` what an earlier one had come to."""
 
     def __init__(
         self,
@@ -47,6 +50,8 @@ class Job:
         grammar: Compiled | None = None,
         *,
         tier: Tier = "L1",
+        slot: Slot | None = None,
+        record: Record | None = None,
     ) -> None:
         self.request = request
         # Tone-curve sampling has no oracle outside.
@@ -55,14 +60,23 @@ class Job:
         self.limit = limit
         self.seed = seed
         self.grammar = grammar
+        self.slot = slot
+        self.record = record
+        self.feed = request.prompt if record is None else (*request.prompt, *record.tokens)
+        """The tokens that the first row starts from: the state holds all but the last."""
         self.rows: list[Row] = []
         """Choices begun so far, closed ones included."""
         self.open = True
         self.cancelled = False
+        self.answered = False
+        """The client had all it wanted when it was cancelled."""
+        self.fatal = False
         self.error: Exception | None = None
         self.batched = False
         self.num_cached = 0
         """Prompt tokens whose state was lent."""
+        self.num_in_memory: int | None = None
+        """Of them, those that memory alone would have lent; None if nothing was read from disk."""
         self.miss: Miss | None = None
         self.num_processed = 0
         """Prompt tokens whose state exists."""
@@ -96,6 +110,8 @@ class Job:
         guesses = speculation.begin(request, index) if speculation is not None and constraint is None else None
         row = Row(self, index, tokenizer, output, guesses, (*eos_ids, *tokenizer.newline_ids), constraint)
         self.rows.append(row)
+        if self.record is not None:
+            row.replay(self.record)
         return row
 
     def tell_progress(self, processed: int) -> None:
@@ -104,11 +120,11 @@ class Job:
         if self.open:
             self.sink(Progress(self.request.id, processed, len(self.prompt)))
 
-    def cancel(self) -> None:
+    def cancel(self, *, answered: bool = False) -> None:
         """Close every choice and the request, whatever it was doing; held-back text is given out first."""
         if not self.open:
             return
-        self.cancelled = True
+        self.cancelled, self.answered = True, answered
         closed = {row.index for row in self.rows if not row.open}
         for row in self.rows:
             if row.open:
@@ -126,7 +142,7 @@ class Job:
         if not fatal:
             log.warning("request %s failed: %s", self.request.id, error, exc_info=error)
         self.open = False
-        self.error = error
+        self.error, self.fatal = error, fatal
         for row in self.rows:
             row.open = False
         self._tell(Failed(self.request.id, str(error) or type(error).__name__, code, fatal))
@@ -140,6 +156,7 @@ class Job:
         now = time.monotonic()
         admitted = self.admitted or now
         first = self.first_token or now
+        miss = self.miss if self.miss is not None and self.miss.position < len(self.prompt) else None
         speculated = self._speculated()
         return Usage(
             prompt_tokens=len(self.prompt),
@@ -149,9 +166,10 @@ class Job:
             decode_seconds=now - first,
             tier=self.tier,
             lane="batched" if self.batched else "serial+spec" if speculated and speculated.rounds else "serial",
-            cached_tokens=self.num_cached,
-            cache_tier="ram" if self.num_cached else "none",
-            cache_miss=None if self.miss is None else CacheMiss(self.miss.kind, self.miss.position),
+            # Of what is replayed the client has no idea.
+            cached_tokens=min(self.num_cached, len(self.prompt) - 1),
+            cache_tier=self._cache_tier(),
+            cache_miss=None if miss is None else CacheMiss(miss.kind, miss.position),
             speculation=speculated,
         )
 
@@ -169,6 +187,11 @@ class Job:
             accepted_at=tuple(whole.accepted_at),
         )
 
+    def _cache_tier(self) -> CacheTier:
+        if not self.num_cached:
+            return "none"
+        return "ram" if self.num_in_memory is None or self.num_cached <= self.num_in_memory else "ssd"
+
     def _tell(self, event: Event | None) -> None:
         """Emit one of a request's last events: a sink that raises now can't be told anything more."""
         if event is None:
@@ -182,7 +205,21 @@ class Job:
 class Row:
     """One choice of a request. `tokens` are those read back, their text delivered or held back."""
 
-    __slots__ = ("_tokenizer", "constraint", "exempt", "guesses", "index", "job", "left", "open", "output", "tokens")
+    __slots__ = (
+        "_tokenizer",
+        "constraint",
+        "exempt",
+        "guesses",
+        "index",
+        "job",
+        "left",
+        "num_lent",
+        "num_saved",
+        "open",
+        "output",
+        "scores",
+        "tokens",
+    )
 
     def __init__(
         self,
@@ -201,6 +238,12 @@ class Row:
         self.exempt = exempt
         self.constraint = constraint
         self.tokens: list[int] = []
+        self.scores: list[Score] = []
+        """Of the tokens, if they are to be saved with them."""
+        self.num_saved = 0
+        """Tokens in the newest checkpoint."""
+        self.num_lent = len(job.feed)
+        """Tokens, prompt included, when the row's state was last given to the prefix cache."""
         self.left = job.limit
         """Tokens the row may still get."""
         self.open = True
@@ -242,10 +285,35 @@ class Row:
 
         Raises what the constraint, the output or the sink raises.
         """
-        job, output, constraint = self.job, self.output, self.constraint
-        if constraint is not None:
-            constraint.advance(token)
+        if delta := self._read(token, score):
+            self.job.sink(delta)
+        self._close_if_over()
+
+    def replay(self, record: Record) -> None:
+        """Deliver what an earlier generation had come to, as if it had just been read back. Raises as `take` does."""
+        deltas: list[Delta] = []
+        for i, token in enumerate(record.tokens):
+            if delta := self._read(token, record.scores[i] if record.scores else None):
+                deltas.append(delta)
+            if self._is_over:
+                break
+        self.num_saved = len(self.tokens)
+        self.job.sink(Replayed(self.job.request.id, self.index, tuple(deltas)))
+        self._close_if_over()
+
+    def record(self, key: str) -> Record:
+        """What the row has come to."""
+        job = self.job
+        return Record(key, job.seed, tuple(job.prompt), tuple(self.tokens), tuple(self.scores))
+
+    def _read(self, token: int, score: Score | None) -> Delta | None:
+        """Take a token in; the text it makes."""
+        job = self.job
+        if self.constraint is not None:
+            self.constraint.advance(token)
         self.tokens.append(token)
+        if score is not None and job.slot is not None:
+            self.scores.append(score)
         self.left -= 1
         if self.guesses is not None:
             self.guesses.saw(token)
@@ -254,17 +322,25 @@ class Row:
             job.first_token = time.monotonic()
             job.tell_progress(len(job.prompt))
         logprob = None if score is None else token_logprob(self._tokenizer, token, score.logprob, score.top)
-        piece = output.push(token, logprob)
-        if piece:
-            job.sink(Delta(job.request.id, self.index, piece.text, piece.ids, piece.logprobs))
-        if output.finished:
+        piece = self.output.push(token, logprob)
+        return Delta(job.request.id, self.index, piece.text, piece.ids, piece.logprobs) if piece else None
+
+    @property
+    def _is_whole(self) -> bool:
+        return self.constraint is not None and self.constraint.finished
+
+    @property
+    def _is_over(self) -> bool:
+        return self.output.finished or not self.left or self._is_whole
+
+    def _close_if_over(self) -> None:
+        if self.output.finished:
             self._close("stop")
-        elif not self.left or (constraint is not None and constraint.finished):
+        elif self._is_over:
             if last := self.flush():
-                job.sink(last)
+                self.job.sink(last)
             # A stop string may lie in what was still held back.
-            whole = constraint is not None and constraint.finished
-            self._close("stop" if output.ended or whole else "length")
+            self._close("stop" if self.output.ended or self._is_whole else "length")
 
     def flush(self) -> Delta | None:
         """End the text: what was held back."""

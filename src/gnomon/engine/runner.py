@@ -15,6 +15,7 @@ from gnomon.engine.prefill import Prefill
 from gnomon.engine.row import Row
 from gnomon.engine.speculation import MAX_PROPOSALS, Speculation
 from gnomon.engine.step import Stepper
+from gnomon.engine.workspace import workspace_of
 from gnomon.models.load import LoadedModel
 from gnomon.state.batch_state import BatchState
 from gnomon.state.codecs import Coding
@@ -51,6 +52,7 @@ class Runner:
         self.heart = heart
         self.prime = prime
         self.coding = coding
+        self.workspace = workspace_of(loaded, coding)
 
     def new_state(self) -> BatchState:
         binding = self.loaded.binding
@@ -86,7 +88,10 @@ class Runner:
         held = held or [None] * len(prompts)
         starts = [0 if one is None else one.lengths[0] for one in held]
         states = [self._new_primed() if one is None else one for one in held]
-        return Prefill(self.loaded.model, states, prompts, self.config.prefill_chunk, starts, stops)
+        chunk = self.config.prefill_chunk
+        if len(prompts) == 1:
+            chunk = self.workspace.chunk(chunk, len(prompts[0]))
+        return Prefill(self.loaded.model, states, prompts, chunk, starts, stops)
 
     def new_stepper(self, batch: Batch, speculation: Speculation | None = None) -> Stepper:
         loaded = self.loaded

@@ -126,7 +126,7 @@ class Scheduler:
 
     def _drain(self, job: Job) -> int:
         """Prompt tokens to prefill."""
-        return len(job.prompt) - 1 - self.num_cached(job)
+        return len(job.feed) - 1 - self.num_cached(job)
 
     def _is_short(self, job: Job) -> bool:
         return self._drain(job) <= self.chunk

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
-from gnomon.engine.api import Delta, Engine, EngineError, Event, Failed, Finished, Progress, Request
+from gnomon.engine.api import Delta, Engine, EngineError, Event, Failed, Finished, Progress, Replayed, Request
 from gnomon.serve.errors import APIError, from_engine
 from gnomon.trace import OFF, Tracer
 
@@ -80,7 +80,7 @@ class EventStream:
         if isinstance(event, Progress):
             self.progress[event.request_id] = event
             return
-        if isinstance(event, Delta) and self.first_token_at is None:
+        if isinstance(event, Delta | Replayed) and self.first_token_at is None:
             self.first_token_at = time.perf_counter()
         if len(self._pending) >= self._capacity:
             self._overflowed = True
@@ -121,10 +121,10 @@ class EventStream:
             self._tracer.span(request_id, "delivery", sent)
         self._handed = 0
 
-    def cancel(self) -> None:
-        """Stop what still runs; its events come until the last."""
+    def cancel(self, *, answered: bool = False) -> None:
+        """Stop what still runs; its events come until the last. `answered` tells that the client has all it wants."""
         for request_id in tuple(self._open):
-            self._engine.cancel(request_id)
+            self._engine.cancel(request_id, answered=answered)
 
     def close(self) -> None:
         """Cancel what still runs and drop what waits. May be called again."""

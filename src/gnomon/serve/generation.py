@@ -10,7 +10,8 @@ from typing import Literal
 from gnomon.chat.reasoning import PlainSplitter, Segment, Splitter
 from gnomon.chat.tools import CallEvent, Content, Extractor, Malformed
 from gnomon.chat.tools import Event as ToolEvent
-from gnomon.engine.api import ChoiceFinished, Delta, Event, Failed, Finished, Request, TokenLogprob, Usage
+from gnomon.engine.api import ChoiceFinished, Delta, Event, Failed, Finished, Replayed, Request, TokenLogprob, Usage
+from gnomon.serve import sessions
 from gnomon.serve.bridge import EventStream
 from gnomon.serve.errors import APIError, from_failed
 from gnomon.serve.metrics import Latency
@@ -173,6 +174,9 @@ class Assembly:
         match event:
             case Delta():
                 return self.choices[event.request_id, event.index].feed(event)
+            case Replayed(request_id, index, deltas):
+                choice = self.choices[request_id, index]
+                return [piece for delta in deltas for piece in choice.feed(delta)]
             case ChoiceFinished():
                 choice = self.choices[event.request_id, event.index]
                 choice.running = False
@@ -209,6 +213,8 @@ class Generation:
 
         `remember` is given the tokens of every choice when the answer has ended, on another thread.
         """
+        if (session := sessions.named.get()) is not None:
+            requests = [replace(one, session=one.session or session) for one in requests]
         self._requests = requests
         self._remember = remember
         self._services = services
@@ -256,7 +262,7 @@ class Generation:
                         failure = error
                         break
                 if self._assembly.outlived and not self._stream.ended:
-                    self._stream.cancel()
+                    self._stream.cancel(answered=True)
                 if made or not events:
                     yield made or None
                 if failure is not None:

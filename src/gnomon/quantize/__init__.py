@@ -1,0 +1,1 @@
+"""Making models smaller, and measuring what that costs."""

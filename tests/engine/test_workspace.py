@@ -1,0 +1,74 @@
+"""Windows of prompts bounded by the scores that attention holds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tiny_models
+from engine_fixtures import Rig, tiny_loaded
+from gnomon.config import EngineConfig, KvScheme
+from gnomon.engine.api import Request
+from gnomon.engine.coding import coding_for
+from gnomon.engine.workspace import LIMIT, Workspace, workspace_of
+
+QWEN = Workspace(24 * 2)
+"""Qwen3.8-27B: 24 query heads in bfloat16."""
+
+
+def test_the_contracts_numbers() -> None:
+    assert QWEN.chunk(2048, 10_398) == 2048
+    assert QWEN.chunk(2048, 78_678) == 256
+    assert QWEN.chunk(2048, 10**9) == 8
+    assert QWEN.chunk(5, 10**9) == 5
+    assert Workspace().chunk(2048, 10**9) == 2048
+
+
+@given(st.integers(1, 4096), st.integers(1, 10**6), st.integers(0, 1000))
+def test_chunks_are_the_widest_halvings_that_fit(chunk: int, context: int, pair_bytes: int) -> None:
+    space = Workspace(pair_bytes)
+    got = space.chunk(chunk, context)
+    assert got == chunk or got >= min(8, chunk)
+    assert got <= 8 or got * context * pair_bytes <= LIMIT
+    if got < chunk and got > 8:
+        assert min(chunk, 2 * got + 1) * context * pair_bytes > LIMIT
+
+
+def test_prompts_share_a_window_as_long_as_all_scores_fit() -> None:
+    assert QWEN.has_room([(100, 1000), (300, 30_000)])
+    assert not QWEN.has_room([(100, 1000), (300, 40_000)])
+
+
+@pytest.mark.parametrize(
+    ("model_type", "shape", "scheme", "want"),
+    [
+        ("llama", {"head_dim": 64}, None, 0),
+        ("llama", {"head_dim": 64}, KvScheme("affine", bits=4), 4 * 4),
+        ("llama", {"head_dim": 64}, KvScheme("affine", bits=4, fused=True), 0),
+        ("llama", {"head_dim": 64}, KvScheme("turbo"), 0),
+        ("qwen3_5", {"head_dim": 256}, None, 4 * 4),
+        ("qwen3_5", {"head_dim": 64}, None, 0),
+    ],
+)
+def test_where_scores_are_held(model_type: str, shape: dict[str, Any], scheme: KvScheme | None, want: int) -> None:
+    """4 heads in float32."""
+    loaded = tiny_loaded(model_type, model=tiny_models.make(model_type, **shape))
+    config = tiny_models.config(model_type)
+    config.get("text_config", config).update(shape)
+    loaded = replace(loaded, config=config)
+    coding = None if scheme is None else coding_for(loaded, scheme)
+    assert workspace_of(loaded, coding).pair_bytes == want
+
+
+def test_a_prompt_runs_in_the_narrower_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 bytes a pair, 200 tokens: 64 queries take 204,800 bytes, 16 take 51,200."""
+    monkeypatch.setattr("gnomon.engine.workspace.LIMIT", 60_000)
+    loaded = tiny_loaded("llama", model=tiny_models.make("llama", head_dim=64))
+    rig = Rig(loaded, EngineConfig(prefill_chunk=64), kv=KvScheme("affine", bits=4))
+    rig.submit(Request("long", tuple(range(3, 203)), max_tokens=1))
+    rig.finish()
+    assert rig.counters.prefill_chunks == -(-199 // 16)
