@@ -225,3 +225,12 @@ def test_ids_that_write_on_behind_an_ending() -> None:
 
 def test_json_text_of_a_schema_is_as_good_as_the_schema() -> None:
     assert json_schema(json.dumps(PAIR)) == json_schema(PAIR)
+
+
+@pytest.mark.parametrize("pattern", ["(a{1000}){1000}", "a{1000000}", "((a{100}){100}){100}", "(a?){2000}a{2000}"])
+def test_what_is_too_large_to_follow_is_told_when_it_is_compiled(compiler: Compiler, pattern: str) -> None:
+    """And not by the engine's thread, seconds into its first mask."""
+    with pytest.raises(Unenforceable, match="too many"):
+        compiler.compile(constraint.regex(pattern))
+    compiler.compile(constraint.regex("[a-z]{1,4000}"))
+    compiler.compile(constraint.choice([f"option number {i} of many" for i in range(4000)]))

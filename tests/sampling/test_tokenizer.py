@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as TokenizersTokenizer
 from tokenizers_for_tests import BUILDERS, CORPUS, as_loaded, byte_level, save, sentencepiece, wordpiece
 
+from engine_fixtures import tiny_tokenizer
 from gnomon.chat.tokenizer import Tokenizer, TokenizerError
 
 TEXTS = [
@@ -289,3 +290,22 @@ assert Tokenizer.load({str(path)!r}).decode([40]) != ""
 sys.exit(", ".join({{"transformers", "torch", "mlx"}} & set(sys.modules)) or 0)
 """
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_no_text_has_fewer_tokens_than_the_longest_allows() -> None:
+    tokenizer = tiny_tokenizer()
+    assert tokenizer.longest_token is not None
+    for text in ("the cat sat on the mat", "<|endoftext|>" * 50, "é" * 40, ""):
+        assert len(text.encode()) <= tokenizer.longest_token * len(tokenizer.encode(text))
+
+
+def test_a_text_splits_at_the_tokens_it_cannot_spell() -> None:
+    tokenizer = tiny_tokenizer()
+    text = "a<|im_start|><|im_end|>b<|im_"
+    assert tokenizer.split(text) == (
+        "a",
+        tokenizer.token_id("<|im_start|>"),
+        tokenizer.token_id("<|im_end|>"),
+        "b<|im_",
+    )
+    assert tokenizer.split("") == ()

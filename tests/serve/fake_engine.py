@@ -9,6 +9,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
@@ -64,6 +65,7 @@ class ByteTokenizer:
     """Ids 0 to 255 are bytes, 256 begins a sequence."""
 
     vocab_size = 257
+    longest_token = 3
     special_tokens: Mapping[str, str] = {"bos_token": "<s>"}
 
     def __init__(self, chat_template: str | None = TEMPLATE) -> None:
@@ -196,6 +198,14 @@ class FakeEngine:
             self._taken.put(job)
         else:
             threading.Thread(target=self.script, args=(job,), daemon=True).start()
+
+    def embed(self, prompts: Sequence[tuple[int, ...]]) -> Future[list[list[float]]]:
+        """Vectors that tell the prompts' lengths."""
+        if self.refusal is not None:
+            raise self.refusal
+        future: Future[list[list[float]]] = Future()
+        future.set_result([[0.6, 0.8, float(len(prompt))] for prompt in prompts])
+        return future
 
     def compile(self, constraint: Constraint) -> Sequence[str]:
         if self.unenforceable is not None:

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from fake_engine import FakeEngine, full, make_app, user
+from fake_engine import ByteTokenizer, FakeEngine, full, make_app, user
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
@@ -16,6 +16,7 @@ from gnomon.engine.api import EngineUnavailable, InvalidRequest
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HI = [{"role": "user", "content": "Hi"}]
 TOOL = {"type": "function", "function": {"name": "f"}}
+STRICT_TOOL = {**TOOL, "function": {**TOOL["function"], "strict": True}}
 
 
 def image(kind: str = "image_url") -> list[dict[str, Any]]:
@@ -141,14 +142,14 @@ MESSAGES: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"messages": HI, "logprobs": 1}, "logprobs", "logprobs must be of type bool, got 1"),
     (
-        {"messages": HI, "tools": [TOOL], "tool_choice": "required"},
+        {"messages": HI, "tools": [STRICT_TOOL], "tool_choice": "required"},
         "tool_choice",
-        "tool_choice can't be enforced in this model's notation of calls (none)",
+        "a tool is strict, but this model's notation of calls is not known",
     ),
     (
-        {"messages": HI, "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}},
-        "tool_choice",
-        "tool_choice can't be enforced in this model's notation of calls (none)",
+        {"messages": HI, "tools": [STRICT_TOOL]},
+        "tools",
+        "a tool is strict, but this model's notation of calls is not known",
     ),
     (
         {"messages": HI, "tool_choice": "maybe"},
@@ -435,3 +436,45 @@ def test_no_body_is_an_internal_error(client: TestClient, route: str, fields: di
         error = response.json()["error"]
         assert error["message"]
         assert error["param"] or error["code"] == "invalid_json"
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "param"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * 5000}]}, "messages"),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "a" * 5000}]}, "messages"),
+        ("/v1/responses", {"input": "a" * 5000}, "input"),
+        ("/v1/completions", {"prompt": ["a", "a" * 5000]}, "prompt[1]"),
+        ("/v1/embeddings", {"input": "a" * 5000}, "input"),
+    ],
+)
+def test_what_no_context_can_hold_is_refused_before_it_is_tokenised(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, route: str, body: dict[str, Any], param: str
+) -> None:
+    def encode(self: ByteTokenizer, text: str, *, special: bool = False) -> list[int]:
+        assert len(text) < 5000
+        return list(text.encode())
+
+    with TestClient(make_app(engine), base_url="http://localhost") as client:
+        monkeypatch.setattr(ByteTokenizer, "encode", encode)
+        response = client.post(route, json=body)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert "5000 bytes" in error["message"]
+    if route != "/v1/messages":  # Anthropic's errors name no field
+        assert (error["param"], error["code"]) == (param, "context_length_exceeded")
+
+
+@pytest.mark.parametrize(
+    ("route", "tool"),
+    [
+        ("/v1/chat/completions", {"type": "function", "function": {"name": ""}}),
+        ("/v1/messages", {"name": "", "input_schema": {"type": "object"}}),
+        ("/v1/responses", {"type": "function", "name": ""}),
+    ],
+)
+def test_tools_have_names(client: TestClient, route: str, tool: dict[str, Any]) -> None:
+    said = [{"role": "user", "content": "Hi"}]
+    response = client.post(route, json={"messages": said, "input": "Hi", "tools": [tool]})
+    assert response.status_code == 400
+    assert "name" in response.json()["error"]["message"]

@@ -76,6 +76,7 @@ def test_root_names_every_endpoint(client: TestClient) -> None:
         "POST /admin/cache/session/close",
         "POST /v1/chat/completions",
         "POST /v1/completions",
+        "POST /v1/embeddings",
         "POST /v1/messages",
         "POST /v1/messages/count_tokens",
         "POST /v1/responses",

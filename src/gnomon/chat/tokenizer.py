@@ -38,6 +38,7 @@ class _Backend(Protocol):
     def encode(self, text: str, special: bool) -> list[int]: ...
     def decode(self, ids: Sequence[int]) -> str: ...
     def piece(self, token: int) -> str | None: ...
+    def normalizes(self) -> bool: ...
     def token_id(self, piece: str) -> int | None: ...
     def added(self) -> Mapping[int, tuple[str, bool]]: ...
     def size(self) -> int: ...
@@ -102,6 +103,19 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Number of ids, added tokens included; a model's logits may be wider."""
         return self._size
+
+    @property
+    def longest_token(self) -> int | None:
+        """The most bytes of a text that one id can stand for; None where that isn't known, as with words that are all unknown."""
+        return self._longest
+
+    @cached_property
+    def _longest(self) -> int | None:
+        if self._kind == "other":
+            return None
+        # Composing characters takes at most three bytes for one.
+        shrink = 3 if self._backend.normalizes() else 1
+        return shrink * max(len(self.token_bytes(token)) for token in range(self._size))
 
     @property
     def chat_template(self) -> str | None:
@@ -236,6 +250,9 @@ class _Fast:
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
+    def normalizes(self) -> bool:
+        return self._tokenizer.normalizer is not None
+
     def piece(self, token: int) -> str | None:
         return self._tokenizer.id_to_token(token)
 
@@ -265,6 +282,9 @@ class _Slow:
     def decode(self, ids: Sequence[int]) -> str:
         known = [i for i in ids if i < len(self._tokenizer)]
         return str(self._tokenizer.decode(known, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def normalizes(self) -> bool:
+        return True
 
     def piece(self, token: int) -> str | None:
         return self._tokenizer.convert_ids_to_tokens(token) if token < len(self._tokenizer) else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 from gnomon.chat.constraint import Constraint
@@ -60,6 +61,11 @@ class PromptLog:
             self._tokenizer.decode(request.prompt, hide=False),
             extra=about,
         )
+
+    def embed(self, prompts: Sequence[tuple[int, ...]]) -> Future[list[list[float]]]:
+        for prompt in prompts:
+            log.info("text of %d tokens: %s", len(prompt), self._tokenizer.decode(prompt, hide=False))
+        return self._engine.embed(prompts)
 
     def compile(self, constraint: Constraint) -> Sequence[str]:
         return self._engine.compile(constraint)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from gnomon.engine.api import InvalidRequest, ModelInfo, Request
 from gnomon.engine.sampling import check as check_sampling
@@ -55,6 +56,16 @@ def token_limit(
         "prompt",
         "context_length_exceeded",
     )
+
+
+def check_length(prompt: Sequence[int], where: str, model: ModelInfo, budget_context: int | None = None) -> None:
+    """Raise `InvalidRequest` for a text without tokens, or with more than the context or the memory budget holds."""
+    limits = [limit for limit in (model.context_length, budget_context) if limit is not None]
+    most = min(limits, default=UNLIMITED)
+    if not 1 <= len(prompt) <= most:
+        raise InvalidRequest(
+            f"{where} has {len(prompt)} tokens, but must have 1 to {most}", where, "context_length_exceeded"
+        )
 
 
 UNLIMITED = 1 << 62

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -331,6 +332,10 @@ class Engine(Protocol):
 
     def submit(self, request: Request, sink: Sink) -> None:
         """Queue a request; its events reach `sink`, ending with `Finished` or `Failed`. Raises an `EngineError`."""
+        ...
+
+    def embed(self, prompts: Sequence[tuple[int, ...]]) -> Future[list[list[float]]]:
+        """Vectors of length 1, one for each prompt. Raises an `EngineError`, as may the future, which may be cancelled."""
         ...
 
     def compile(self, constraint: Constraint) -> Sequence[str]:

@@ -39,8 +39,9 @@ from gnomon.engine.completion import Completion, collect
 from gnomon.engine.core import Core
 from gnomon.engine.counters import Counters
 from gnomon.engine.drafting import check_draft, check_tokenizers, open_speculation
+from gnomon.engine.embedding import EmbeddingJob, embeds
 from gnomon.engine.heart import Heart
-from gnomon.engine.mailbox import Ask, Cancel, Mailbox, Stop, Submit
+from gnomon.engine.mailbox import Ask, Cancel, Embed, Mailbox, Stop, Submit
 from gnomon.engine.resume import Record, Slot, Store, claim, files_of
 from gnomon.engine.row import Job
 from gnomon.engine.runner import DeviceFailed, Runner
@@ -129,6 +130,8 @@ class Engine:
         self._stopped = False
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
+        self._embedding = 0
+        """Embeddings whose future is open; guarded by the lock."""
         self._open: dict[str, Job] = {}
         """Requests whose last event was not sent yet; guarded by the lock."""
         self._thread = threading.Thread(target=self._run, name="gnomon-engine", daemon=True)
@@ -200,6 +203,34 @@ class Engine:
             self._counters.submitted_rows += request.n
             self._tracer.begin(request.id, request.trace_id, at=job.submitted)
             self._mailbox.post(Submit(job))
+
+    def embed(self, prompts: Sequence[tuple[int, ...]]) -> Future[list[list[float]]]:
+        """Vectors of length 1, the hidden states at the prompts' last tokens; whoever cancels the future stops the work.
+
+        Raises `InvalidRequest`, `QueueFull` or `EngineUnavailable`; the future may raise `EngineError`.
+        """
+        model, budget = self.model, self._budget
+        if not embeds(model.model_type):
+            raise InvalidRequest(
+                f"the model {model.id} ({model.model_type}) gives no embeddings", "model", "unsupported"
+            )
+        in_memory = budget.max_context(1) if budget is not None else None
+        for index, prompt in enumerate(prompts):
+            admission.check_length(prompt, f"input[{index}]", model, in_memory)
+        future: Future[list[list[float]]] = Future()
+        with self._idle:
+            self._refuse_if_closed()
+            if self._embedding > self.config.queue:
+                raise QueueFull(f"{self._embedding} embeddings wait already, the limit is {self.config.queue}")
+            self._embedding += 1
+            self._mailbox.post(Embed(EmbeddingJob(prompts, future)))
+        future.add_done_callback(self._embedded)
+        return future
+
+    def _embedded(self, _: Future[list[list[float]]]) -> None:
+        with self._idle:
+            self._embedding -= 1
+            self._idle.notify_all()
 
     def compile(self, constraint: Constraint) -> Sequence[str]:
         """Make ready to enforce a constraint, on the caller's thread, so that `submit` finds it done. What of it would not be enforced.
@@ -344,7 +375,7 @@ class Engine:
         """Refuse new requests and wait up to `timeout` seconds for the open ones; True if all ended by themselves."""
         with self._idle:
             self._draining = True
-            return self._idle.wait_for(lambda: not self._open, timeout)
+            return self._idle.wait_for(lambda: not self._open and not self._embedding, timeout)
 
     def stop(self) -> None:
         """End the engine thread and wait for it. Open requests get `Failed`."""

@@ -8,12 +8,18 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from gnomon.engine.embedding import EmbeddingJob
 from gnomon.engine.row import Job
 
 
 @dataclass(frozen=True, slots=True)
 class Submit:
     job: Job
+
+
+@dataclass(frozen=True, slots=True)
+class Embed:
+    job: EmbeddingJob
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +46,7 @@ class Ask:
     answer: Future[Any]
 
 
-Command = Submit | Cancel | Stop | Wake | Ask
+Command = Submit | Embed | Cancel | Stop | Wake | Ask
 
 
 class Mailbox:

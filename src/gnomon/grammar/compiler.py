@@ -9,12 +9,13 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
+import numpy as np
 from llguidance import LLMatcher, LLParserLimits
 from llguidance.gbnf_to_lark import any_to_lark
 
 from gnomon.chat.constraint import Constraint
 from gnomon.chat.tools.rules import COMPACT, FLEXIBLE
-from gnomon.grammar.matcher import Matcher, plain
+from gnomon.grammar.matcher import Matcher, Words, plain
 from gnomon.grammar.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -22,6 +23,12 @@ if TYPE_CHECKING:
 
 EXACT: JsonCompileOptions = {"lenient": False, "coerce_one_of": False}
 LOOSE: JsonCompileOptions = {"lenient": True, "coerce_one_of": True}
+
+
+LEXER_FUEL = 200_000
+"""Work that a grammar's regular expressions may take before the first token (llguidance counts about 50,000 in a millisecond)."""
+TRIED = 4
+"""First tokens that are tried."""
 
 
 class Unenforceable(ValueError):
@@ -82,11 +89,29 @@ class Compiler:
         return Compiled(Matcher(matcher, self.vocabulary), gaps)
 
     def _matcher(self, grammar: str) -> LLMatcher:
-        made = LLMatcher(self.vocabulary.index, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
+        limits = LLParserLimits(verbose_errors=False, initial_lexer_fuel=LEXER_FUEL)
+        made = LLMatcher(self.vocabulary.index, grammar, log_level=0, limits=limits)
         if not made.is_error():
             # Finds grammars that derive nothing, and takes the costly first mask off the engine's thread.
-            made.compute_bitmask()
+            words = np.frombuffer(made.compute_bitmask(), dtype=np.uint32)
+            self._try_on(made, words)
         return made
+
+    def _try_on(self, matcher: LLMatcher, words: Words) -> None:
+        """Take a first token in some ways: what is too large to follow gives up here already. `matcher` then is in error.
+
+        Raises Unenforceable.
+        """
+        ids = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")[: len(self.vocabulary.spellings)])
+        for token in ids[:: max(1, len(ids) // TRIED)].tolist():
+            if token in self.vocabulary.eos_ids:
+                continue
+            tried = matcher.deep_copy()
+            tried.consume_token(token)
+            if not tried.is_error():
+                tried.compute_bitmask()
+            if tried.is_error():
+                raise Unenforceable(plain(tried.get_error()))
 
 
 def _grammar(constraint: Constraint, exactness: JsonCompileOptions) -> str:

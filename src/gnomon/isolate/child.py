@@ -75,6 +75,8 @@ def _answer(connection: Connection, engine: Engine, writer: Writer) -> None:
                 return tuple(engine.compile(message.constraint))
             if message.name == "flush":
                 return engine.flush(message.argument)
+            if message.name == "embed":
+                return engine.embed(message.argument).result()
             return engine.close_session(message.argument)
 
         writer.send(_reply(message.number, work))

@@ -195,6 +195,27 @@ class IsolatedEngine:
         except (FutureTimeout, ConnectionError) as error:
             raise EngineUnavailable("the engine's process did not compile the grammar") from error
 
+    def embed(self, prompts: Sequence[tuple[int, ...]]) -> Future[list[list[float]]]:
+        """Vectors of length 1. Refusals come by the future; cancelling it doesn't stop the child's work."""
+        made: Future[list[list[float]]] = Future()
+        with self._lock:
+            child = self._child
+            if child is None:
+                raise EngineUnavailable(self._message)
+            reply = self._ask(child, lambda number: Call(number, "embed", prompts))
+
+        def settle(done: Future[Any]) -> None:
+            error = done.exception()
+            if not made.set_running_or_notify_cancel():
+                return
+            if error is None:
+                made.set_result(done.result())
+            else:
+                made.set_exception(EngineUnavailable(str(error)) if isinstance(error, ConnectionError) else error)
+
+        reply.add_done_callback(settle)
+        return made
+
     def flush(self, timeout: float) -> FlushReport:
         """Write every state that only memory holds, waiting up to `timeout` seconds."""
         report = self._call("flush", timeout, timeout + self._patience.submit)

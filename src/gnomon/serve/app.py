@@ -21,6 +21,7 @@ from gnomon.serve.routes import (
     admin,
     chat_completions,
     completions,
+    embeddings,
     health,
     messages,
     metrics,
@@ -38,6 +39,7 @@ from gnomon.serve.wire.admin import CloseSession
 from gnomon.serve.wire.anthropic import MessagesRequest
 from gnomon.serve.wire.chat import ChatRequest
 from gnomon.serve.wire.completions import CompletionRequest
+from gnomon.serve.wire.embeddings import EmbeddingRequest
 from gnomon.serve.wire.responses import ResponsesRequest
 from gnomon.trace import OFF, Tracer
 
@@ -45,6 +47,7 @@ ROUTES = (
     admin,
     chat_completions,
     completions,
+    embeddings,
     messages,
     responses,
     models,
@@ -107,7 +110,9 @@ def create_app(
     for module in ROUTES:
         app.include_router(module.router)
     errors.install(app)
-    schema.install(app, (ChatRequest, CloseSession, CompletionRequest, MessagesRequest, ResponsesRequest))
+    schema.install(
+        app, (ChatRequest, CloseSession, CompletionRequest, EmbeddingRequest, MessagesRequest, ResponsesRequest)
+    )
     # The last added is the outermost.
     app.add_middleware(KeyDoor, keys=http.api_keys)
     if http.allowed_origins:

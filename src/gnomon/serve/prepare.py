@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,20 @@ def check_ids(ids: Sequence[object], vocab_size: int, param: str) -> tuple[int, 
             raise invalid(f"{param}: token id {show(one)} must be at least 0 and at most {vocab_size - 1}", param)
         checked.append(one)
     return tuple(checked)
+
+
+def check_size(texts: Iterable[str], services: Services, param: str) -> None:
+    """Raise APIError 400 for texts that are too long for the context however they are tokenised, which may take minutes."""
+    longest, context = services.vocabulary.longest_token, services.engine.model.context_length
+    if longest is None or context is None:
+        return
+    size = sum(len(text.encode()) for text in texts)
+    if size > longest * context:
+        raise invalid(
+            f"{param} has {size} bytes, which are at least {size // longest} tokens, but the context is {context} tokens",
+            param,
+            "context_length_exceeded",
+        )
 
 
 def tier(services: Services, fields: SamplingFields) -> str:

@@ -136,6 +136,10 @@ class Protocol(H11Protocol):
         super().connection_made(transport)
         self.app_state = {**self.app_state, ABORT: transport.abort}
 
+    def _unsupported_upgrade_warning(self) -> None:
+        # Whoever asks for a WebSocket gets an answer over HTTP; the log needs no advice on packages to install.
+        logger.debug("an upgrade of the connection was asked for and is not offered")
+
     def send_400_response(self, msg: str) -> None:
         body = json.dumps(APIError(400, msg, code="invalid_http").body).encode()
         headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]

@@ -38,6 +38,13 @@ class Vocabulary(Protocol):
         """Text of ids; with `hide` false special tokens are written out."""
         ...
 
+    @property
+    def longest_token(self) -> int | None:
+        """The most bytes of a text that one id can stand for, if that is known."""
+        ...
+
+    def token_id(self, piece: str) -> int | None: ...
+
     def split(self, text: str) -> Sequence[str | int]:
         """Runs of plain text, and the ids of special tokens written between them."""
         ...

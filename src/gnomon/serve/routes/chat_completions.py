@@ -30,7 +30,7 @@ from gnomon.serve.body import parse, read_body, until_disconnect
 from gnomon.serve.constrain import chat_demand
 from gnomon.serve.errors import APIError, internal, invalid
 from gnomon.serve.generation import Generation, Piece
-from gnomon.serve.prepare import Job, extractor_for, tier
+from gnomon.serve.prepare import Job, check_size, extractor_for, tier
 from gnomon.serve.schema import json_body
 from gnomon.serve.services import FINGERPRINT, Services, services_of
 from gnomon.serve.sse import DONE, PING, EventSourceResponse, frame
@@ -80,6 +80,7 @@ def plan(request: ChatRequest, services: Services, trace_id: str, name: str) -> 
     model = services.engine.model
     template = services.template
     messages = template_messages(request.messages, model.id)
+    check_size((message["content"] for message in messages), services, "messages")
     messages, moved = volatile.settle(messages) if services.http.stable_prompts else (messages, ())
     offered = request.offered_tools()
     stop, logprobs = request.stops(), request.wanted_logprobs()

@@ -19,7 +19,7 @@ from gnomon.serve.body import parse, read_body, until_disconnect
 from gnomon.serve.constrain import demand
 from gnomon.serve.errors import APIError, internal
 from gnomon.serve.generation import Generation, Piece
-from gnomon.serve.prepare import Job, check_ids, tier
+from gnomon.serve.prepare import Job, check_ids, check_size, tier
 from gnomon.serve.schema import json_body
 from gnomon.serve.services import FINGERPRINT, Services, services_of
 from gnomon.serve.sse import DONE, PING, EventSourceResponse, frame
@@ -57,6 +57,8 @@ def prepare(body: bytes, services: Services, trace_id: str) -> CompletionJob:
     texts: list[str | None] = []
     for index, prompt in enumerate(prompts):
         param = "prompt" if len(prompts) == 1 else f"prompt[{index}]"
+        if isinstance(prompt, str):
+            check_size((prompt,), services, param)
         ids = (
             services.text_history.encode(prompt) or tuple(services.vocabulary.encode(prompt, special=True))
             if isinstance(prompt, str)

@@ -32,7 +32,7 @@ class ThinkingField(Fields):
 class ToolField(Fields):
     """A client's tool; with a `type` other than `custom` one of Anthropic's own, which this server doesn't have."""
 
-    name: str
+    name: Annotated[str, Field(min_length=1)]
     type: str | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import WithJsonSchema
+from pydantic import Field, WithJsonSchema
 
 from gnomon.serve.errors import invalid, show
 from gnomon.serve.wire.sampling import Fields
@@ -73,7 +73,7 @@ class Message(Fields):
 
 
 class FunctionTool(Fields):
-    name: str
+    name: Annotated[str, Field(min_length=1)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
