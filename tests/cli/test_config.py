@@ -200,6 +200,30 @@ def test_l1_is_stock():
     assert resolve("--kernels", "stock").kernel.stock
 
 
+def test_what_guesses():
+    assert not resolve().speculation.enabled
+    ngram = resolve("--draft-kind", "ngram", "--ngram-max", "4", "--ngram-min", "2", "--num-draft-tokens", "5")
+    assert (ngram.speculation.ngram, ngram.speculation.enabled, ngram.notes) == (True, True, ())
+    assert resolve(GNOMON_DRAFT_MODEL="some/model").speculation.draft_model == "some/model"
+    idle = resolve("--ngram-max", "4", GNOMON_NUM_DRAFT_TOKENS="2").notes
+    assert "--ngram-max has no effect without --draft-kind ngram" in idle
+    assert "GNOMON_NUM_DRAFT_TOKENS has no effect without --draft-model or --draft-kind ngram" in idle
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--draft-kind", "medusa"], "--draft-kind: 'medusa' is not one of auto, two-model, ngram"),
+        (["--draft-kind", "two-model"], "--draft-kind: two-model needs --draft-model"),
+        (["--draft-kind", "ngram", "--ngram-min", "4"], "--ngram-min: --ngram-min 4 is more than --ngram-max 3"),
+        (["--num-draft-tokens", "17"], r"--num-draft-tokens: 17 is out of range: \[1, 16\] tokens"),
+    ],
+)
+def test_guessing_that_cannot_be(argv: list[str], said: str):
+    with pytest.raises(c.ConfigError, match=said):
+        resolve(*argv)
+
+
 @pytest.mark.parametrize(
     ("argv", "environ", "name", "fused"),
     [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine_fixtures import Rig
-from gnomon.config import EngineConfig, SpeculationConfig
+from gnomon.config import EngineConfig, KvScheme, SpeculationConfig
 from gnomon.engine.counters import Counters
 from gnomon.engine.drafting import open_speculation
 from gnomon.engine.heart import Heart
@@ -25,6 +25,7 @@ def rig_of(
     *,
     draft: LoadedModel | None = None,
     curve: Curve | None = None,
+    kv: KvScheme | None = None,
 ) -> Rig:
     """A core turned by hand. `curve` None without a pinned depth tries every guess whole."""
     engine = engine or EngineConfig()
@@ -41,5 +42,5 @@ def rig_of(
     )
     assert opened is not None
     speculation = Speculation(config, vocab_size=loaded.vocab_size, draft=opened.draft, curve=curve)
-    rigs.append(Rig(loaded, engine, speculation=speculation))
+    rigs.append(Rig(loaded, engine, speculation=speculation, kv=kv))
     return rigs[0]

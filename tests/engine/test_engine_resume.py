@@ -357,10 +357,10 @@ def record(key: str = "k" * 64, tokens: int = 3, scores: bool = False) -> Record
 
 @given(
     st.integers(0, 2**64 - 1),
-    st.lists(st.integers(0, 2**31), min_size=1, max_size=5),
+    st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=5),
     st.lists(
         st.tuples(
-            st.integers(0, 2**31),
+            st.integers(0, 2**31 - 1),
             st.floats(width=32, allow_nan=False),
             st.lists(st.tuples(st.integers(0, 2**31), st.floats(width=32, allow_nan=False)), max_size=3),
         ),

@@ -17,10 +17,11 @@ from speculating import DEAR, FREE, rig_of
 
 import tiny_models
 from engine_fixtures import CONTEXT, VOCAB_SIZE, Rig, tiny_loaded, tiny_tokenizer
-from gnomon.config import EngineConfig, SpeculationConfig
+from gnomon.config import EngineConfig, KvScheme, SpeculationConfig
 from gnomon.engine.api import ChoiceFinished, Delta, Finished, Request, SamplingParams
 from gnomon.engine.drafting import DraftMismatch, check_draft, check_tokenizers
 from gnomon.models.load import LoadedModel
+from gnomon.propose import Chance
 
 KINDS = ("llama", "gemma3", "mamba2", "qwen3_5", "mamba")
 """Full, sliding (window 40), recurrent, recurrent beside full, and recurrent that takes no padding."""
@@ -176,6 +177,22 @@ def test_many_mixed_batches(model_type: str, config: SpeculationConfig, rows: in
     run()
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_coded_keys_and_values_are_taken_back_too(rows: int) -> None:
+    """Also where the coding begins within the answer."""
+    scheme, plan = KvScheme("8", start=70), Plan(66, 0, 30, None, 1.0, None)
+    wide = tiny_loaded("llama", model=tiny_models.make("llama", num_hidden_layers=2, head_dim=64))
+    plain = Rig(wide, kv=scheme)
+    plain.submit(plan.request("0"))
+    plain.finish()
+    rig = rig_of(wide, replace(NGRAM, num_draft_tokens=4), kv=scheme)
+    for row in range(rows):
+        rig.submit(plan.request(str(row)))
+    rig.finish()
+    assert rig.counters.window_steps
+    assert [rig.ids(str(row)) for row in range(rows)] == [plain.ids("0")] * rows
+
+
 # A draft model
 
 
@@ -306,6 +323,23 @@ def test_a_draft_model_that_does_not_pay_is_tried_ever_more_rarely() -> None:
     # At 0, 64, 192 tokens.
     assert rig.counters.window_steps == 3
     assert rig.counters.proposed_tokens == 3
+
+
+def test_windows_that_turn_out_dear_are_given_up_and_tried_again() -> None:
+    rig = rig_of(loaded("llama"), NGRAM, curve=FREE)
+    speculation = rig.core.speculation
+    assert speculation is not None
+    sure = [Chance(1.0, 1.0, 10)]
+    assert speculation.depth_of(sure) == 10
+    for _ in range(30):
+        speculation.observed(1, 1, 2.0)
+        speculation.observed(1, 11, 30.0)
+    assert speculation.depth_of(sure) == 0, "eleven tokens for the price of fifteen"
+    plain = 0
+    while not speculation.depth_of(sure):
+        speculation.observed(1, 1, 2.0)
+        plain += 1
+    assert 100 < plain < 1000
 
 
 # What comes at the end of a row

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -9,7 +10,7 @@ import mlx.core as mx
 import pytest
 
 from engine_fixtures import SMALLER, tiny_loaded, tiny_tokenizer
-from gnomon.config import EngineConfig, KernelConfig
+from gnomon.config import EngineConfig, KernelConfig, SpeculationConfig
 from gnomon.engine.api import Delta, Event, Failed, Finished, Request, SamplingParams
 from gnomon.engine.engine import Engine
 from gnomon.kernels import build, dispatch, native
@@ -30,13 +31,20 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     dispatch.uninstall()
 
 
-def engine(model_type: str, batch: int) -> Engine:
+def engine(model_type: str, batch: int, speculation: SpeculationConfig | None = None) -> Engine:
     def load():
         model = make(model_type, "float32", **SMALLER.get(model_type, {}))
         mx.eval(model.parameters())
         return tiny_loaded(model_type, model=model)
 
-    return Engine(load, tiny_tokenizer(), EngineConfig(batch=batch), kernels=KernelConfig(kernels="native"))
+    return Engine(
+        load,
+        tiny_tokenizer(),
+        EngineConfig(batch=batch),
+        kernels=KernelConfig(kernels="native"),
+        speculation=speculation,
+        load_draft=load if speculation is not None and speculation.draft_model else None,
+    )
 
 
 def requests(model_type: str) -> list[Request]:
@@ -86,6 +94,29 @@ def test_a_request_is_the_same_to_the_bit_alone_and_in_a_batch(loaded: ModuleTyp
     assert all(len(ids) == r.max_tokens for r, (ids, _) in ((r, alone[r.id]) for r in asked))
     assert stats["native"]
     assert "attention" in stats["operations"]
+
+
+@pytest.mark.parametrize("kind", ["ngram", "two-model"])
+@pytest.mark.parametrize("model_type", MODELS)
+def test_guessing_changes_no_bit(loaded: ModuleType, model_type: str, kind: str) -> None:
+    if kind == "two-model" and model_type in ("qwen3_5", "gpt_oss"):
+        pytest.skip("it has layers that can't draft")
+    config = SpeculationConfig("itself" if kind == "two-model" else None, kind, num_draft_tokens=4, ngram_max=2)  # pyright: ignore[reportArgumentType]
+    # Repeating prompts, of which the sliding layers' don't reach the window.
+    short = model_type == "gpt_oss"
+    asked = [
+        replace(r, prompt=(r.prompt * 3)[:20] if short else r.prompt * 2, max_tokens=16) for r in requests(model_type)
+    ]
+    with engine(model_type, 1) as serial:
+        alone = {r.id: run(serial, [r])[r.id] for r in asked}
+    for batch in (1, 4):
+        with engine(model_type, batch, config) as guessing:
+            assert run(guessing, asked) == alone
+            stats = guessing.stats()
+        assert stats["speculation"]["sources"] == [kind]
+        # Random models don't repeat what they read, but they agree with themselves.
+        assert stats["proposals"]["accepted" if kind == "two-model" else "proposed"] > 0
+        assert stats["speculation"]["draft_failed"] is None
 
 
 def test_a_stock_engine_beside_a_native_one_stays_stock(loaded: ModuleType) -> None:

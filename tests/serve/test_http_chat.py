@@ -11,7 +11,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from starlette.testclient import TestClient
 
 from gnomon.config import SamplingDefaults
-from gnomon.engine.api import HLG, CacheMiss, SamplingParams
+from gnomon.engine.api import HLG, CacheMiss, SamplingParams, Speculated
 
 CHAT = "/v1/chat/completions"
 
@@ -99,6 +99,30 @@ def test_usage_comes_in_a_last_chunk_without_choices_when_asked_for(client: Test
         "tier": "L2",
     }
     assert chunks[-2]["choices"][0]["finish_reason"] == "length"
+
+
+def test_usage_tells_of_guessed_tokens(client: TestClient, engine: FakeEngine) -> None:
+    def script(job: Job) -> None:
+        job.delta("ABCDEFGHIJ")
+        job.finish("length")
+        # Ten tokens of five forwards: windows of 3 (all right), 3 (one right) and 2 (none right), and two plain steps.
+        job.end(lane="serial+spec", speculation=Speculated(8, 4, 5, (3, 1, 0), (3, 3, 2), (2, 1, 1)))
+
+    engine.script = script
+    usage = chat(client, **user("Hi"))["usage"]
+    assert usage["lane"] == "serial+spec"
+    assert usage["speculation"] == {
+        "drafted": 8,
+        "accepted": 4,
+        "rejected": 4,
+        "targetCalls": 5,
+        "rounds": 3,
+        "acceptanceLengths": [3, 1, 0],
+        "tokensPerForward": usage["completion_tokens"] / 5,
+        "forwardsSaved": usage["completion_tokens"] - 5,
+        "draftedByPos": [3, 3, 2],
+        "acceptedByPos": [2, 1, 1],
+    }
 
 
 def test_choices_are_told_apart(client: TestClient, engine: FakeEngine) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from gnomon.cli._library import find, stderr
 from gnomon.cli._verbs import CommandError
@@ -25,12 +25,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+E = TypeVar("E", covariant=True)
+
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class Loaded(Generic[E]):
     """A model in memory with its engine running; `config` includes the model's own defaults."""
 
-    engine: Engine
+    engine: E
     tokenizer: Tokenizer
     template: ChatTemplate
     config: Config
@@ -61,7 +63,7 @@ def check_backend() -> None:
         ) from e
 
 
-def start(config: Config, found: Found, *, serving: bool = False) -> Loaded:
+def start(config: Config, found: Found, *, serving: bool = False) -> Loaded[Engine]:
     """Load a model and start its engine, which saves running answers only when `serving`.
 
     Raises CommandError with the reason when it can't be loaded.
@@ -87,6 +89,7 @@ def start(config: Config, found: Found, *, serving: bool = False) -> Loaded:
             draft=draft_of(config),
             measurements=config.paths.cache,
             kernel_cache=config.paths.cache / "kernels",
+            cache=config.cache,
             kv=config.kv.scheme,
             tracer=tracer,
             saves=_saves(config) if serving else None,

@@ -17,8 +17,9 @@ def run(args: argparse.Namespace) -> int:
 
     from gnomon.cli import _browser
     from gnomon.cli._library import find
-    from gnomon.cli._model import start, working
+    from gnomon.cli._model import Loaded, start, working
     from gnomon.cli._prompt_log import PromptLog
+    from gnomon.engine.api import Engine
     from gnomon.serve.app import create_app
     from gnomon.serve.server import StartupError, address_of, bind, serve
     from gnomon.serve.services import VERSION
@@ -30,13 +31,22 @@ def run(args: argparse.Namespace) -> int:
     except StartupError as e:
         raise CommandError(str(e)) from e
     with bound:
-        found = find(config)
-        with working(f"loading {found.id}"):
-            loaded = start(config, found, serving=True)
+        loaded: Loaded[Engine]
+        if config.isolation.isolate:
+            from gnomon.cli._isolated import start_isolated
+
+            with working("loading a model in its own process"):
+                loaded = start_isolated(config)
+        else:
+            found = find(config)
+            with working(f"loading {found.id}"):
+                loaded = start(config, found, serving=True)
 
         def ready() -> None:
             address = address_of(bound)
-            console.print(f"Gnomon {VERSION} serves {found.id} at {address}", markup=False, soft_wrap=True)
+            console.print(
+                f"Gnomon {VERSION} serves {loaded.engine.model.id} at {address}", markup=False, soft_wrap=True
+            )
             if console.is_interactive and not config.http.no_open and not config.http.unix:
                 _browser.show(address)
 

@@ -4,9 +4,11 @@ One file per group of settings: frozen dataclasses whose fields carry an `Option
 checks and `gnomon config` are all derived from them. Nothing else in Gnomon reads the environment.
 """
 
+from gnomon.config.cache import CacheConfig
 from gnomon.config.checkpoint import CheckpointConfig
 from gnomon.config.engine import EngineConfig
 from gnomon.config.http import HTTPConfig
+from gnomon.config.isolation import IsolationConfig
 from gnomon.config.kernel import KernelConfig
 from gnomon.config.kv import KvConfig, KvScheme
 from gnomon.config.log import LogConfig, TraceConfig
@@ -33,6 +35,7 @@ __all__ = [
     "GB",
     "GROUPS",
     "SERVE",
+    "CacheConfig",
     "CheckpointConfig",
     "ClientConfig",
     "Config",
@@ -41,6 +44,7 @@ __all__ = [
     "GiB",
     "Group",
     "HTTPConfig",
+    "IsolationConfig",
     "KernelConfig",
     "KiB",
     "KvConfig",

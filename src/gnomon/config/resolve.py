@@ -11,9 +11,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
+from gnomon.config.cache import CacheConfig
 from gnomon.config.checkpoint import CheckpointConfig
 from gnomon.config.engine import EngineConfig
 from gnomon.config.http import HTTPConfig
+from gnomon.config.isolation import IsolationConfig
 from gnomon.config.kernel import KernelConfig
 from gnomon.config.kv import KvConfig
 from gnomon.config.log import LogConfig, TraceConfig
@@ -42,8 +44,10 @@ class Config:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
     http: HTTPConfig = field(default_factory=HTTPConfig)
+    isolation: IsolationConfig = field(default_factory=IsolationConfig)
     client: ClientConfig = field(default_factory=ClientConfig)
     paths: Paths = field(default_factory=Paths)
     log: LogConfig = field(default_factory=LogConfig)
@@ -62,8 +66,10 @@ class Config:
 Group = type[
     ModelConfig
     | EngineConfig
+    | CacheConfig
     | SamplingDefaults
     | HTTPConfig
+    | IsolationConfig
     | ClientConfig
     | Paths
     | LogConfig
@@ -76,8 +82,10 @@ Group = type[
 GROUPS: Mapping[str, Group] = {
     "model": ModelConfig,
     "engine": EngineConfig,
+    "cache": CacheConfig,
     "sampling": SamplingDefaults,
     "http": HTTPConfig,
+    "isolation": IsolationConfig,
     "client": ClientConfig,
     "paths": Paths,
     "log": LogConfig,
@@ -92,9 +100,11 @@ COMMON = (Paths, LogConfig)
 SERVE = (
     ModelConfig,
     EngineConfig,
+    CacheConfig,
     SamplingDefaults,
     SpeculationConfig,
     HTTPConfig,
+    IsolationConfig,
     KernelConfig,
     KvConfig,
     TraceConfig,

@@ -14,6 +14,9 @@ from gnomon.engine.row import Job
 from gnomon.models.fit import PREFILL, TRANSIENT_PER_TOKEN, Needs, measure_needs, usable
 from gnomon.models.load import LoadedModel
 
+CEILING = 0.85
+"""Share of the memory beyond which what is kept for reuse gives way to what runs."""
+
 
 class OverBudget(ValueError):
     """The model alone takes more than the operator allows."""
@@ -79,6 +82,13 @@ def allocator_limits(limit: int | None) -> Generator[None]:
             mx.set_memory_limit(memory)
         if wired is not None:
             mx.set_wired_limit(wired)
+
+
+def ceiling(limit: int | None) -> int:
+    """Bytes in use by MLX beyond which the cache gives way: a share of what the device recommends, or of the operator's `limit`."""
+    info = mx.device_info()
+    size = int(info.get("max_recommended_working_set_size") or info.get("memory_size") or psutil.virtual_memory().total)
+    return int(CEILING * min(size, size if limit is None else limit))
 
 
 def budget_for(

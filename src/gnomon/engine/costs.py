@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -28,8 +29,9 @@ WIDTHS: Final = (2, 3, 5, 9, 17)
 CONTEXT: Final = 128
 """Tokens that rows hold while they are measured."""
 STEPS: Final = 6
-"""Plain steps in a row, of which one is not waited for, as in decoding."""
+"""Plain steps in a row, each built before the one before it is read back, as in decoding."""
 REPEATS: Final = 7
+FEWEST: Final = 3
 ENOUGH: Final = 3.0
 
 
@@ -82,31 +84,34 @@ def _measured(runner: Runner, num_rows: int, widths: Sequence[int]) -> dict[int,
             state.commit()
             return sampler.draw(logits, tokens[:, 1:] if width > 1 else None).tokens
 
-    def plain() -> None:
+    def plain() -> float:
         tokens = mx.zeros((num_rows, 1), dtype=mx.int32)
-        before = None
+        before, reads = None, list[float]()
         for _ in range(STEPS):
             tokens = forward(tokens, 1)
             mx.async_eval(tokens)
             if before is not None:
                 before.tolist()
+                reads.append(time.perf_counter())
             before = tokens
         tokens.tolist()
+        return min(later - sooner for sooner, later in pairwise(reads))
 
-    def window(width: int) -> None:
+    def window(width: int) -> float:
+        begun = time.perf_counter()
         guesses = [[(7 * i + 3 * b) % limit for i in range(width)] for b in range(num_rows)]
         forward(mx.array(guesses, dtype=mx.int32), width).tolist()
         with dispatch.step():
             state.rollback([width - 1] * num_rows)
         mx.eval(state.arrays())
+        return time.perf_counter() - begun
 
-    tries: dict[int, Callable[[], None]] = {1: plain}
+    tries: dict[int, Callable[[], float]] = {1: plain}
     tries |= {width: (lambda width=width: window(width)) for width in widths}
     best = _best(tries)
-    best[1] /= STEPS
     # A wider window does more: what was timed dearer than a wider one was disturbed.
     least = float("inf")
-    for width in sorted(widths, reverse=True):
+    for width in sorted(best, reverse=True):
         least = best[width] = min(best[width], least)
     return best
 
@@ -122,18 +127,16 @@ def _filled(runner: Runner, num_rows: int) -> BatchState:
     return one
 
 
-def _best(tries: Mapping[int, Callable[[], None]]) -> dict[int, float]:
-    """The least seconds of each, taken in turns, so that a disturbance meets all alike; after `ENOUGH` seconds in all, two turns do."""
+def _best(tries: Mapping[int, Callable[[], float]]) -> dict[int, float]:
+    """The least seconds of each, taken in turns, so that a disturbance meets all alike; after `ENOUGH` seconds `FEWEST` turns do."""
     for work in tries.values():
         work()
     best = dict.fromkeys(tries, float("inf"))
     begun = time.perf_counter()
     for turn in range(REPEATS):
         for key, work in tries.items():
-            start = time.perf_counter()
-            work()
-            best[key] = min(best[key], time.perf_counter() - start)
-        if turn and time.perf_counter() - begun > ENOUGH:
+            best[key] = min(best[key], work())
+        if turn + 1 >= FEWEST and time.perf_counter() - begun > ENOUGH:
             break
     return best
 

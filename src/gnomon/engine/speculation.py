@@ -24,6 +24,13 @@ MAX_DRAFTS = 8
 MAX_FAILURES = 3
 """Failures in a row after which a batched proposer isn't asked any more."""
 
+MEMORY_PLAIN, MEMORY_WINDOW = 0.95, 0.8
+"""How much of what was known of the cost of steps stays after another one."""
+FORGET = 1 / 512
+"""How much of what windows turned out to cost is forgotten with each plain step, so that they are tried again."""
+MOST_OFF = 8.0
+"""A step that takes so many times as long as measured, or longer, says no more than that it was disturbed."""
+
 ProposerFactory = Callable[[Request, int], Proposer | None]
 """Makes a further proposer of one choice (request, choice index), asked first; None for none."""
 
@@ -51,6 +58,8 @@ class Speculation:
         self.rates = Rates()
         self.depths: dict[int, int] = {}
         """Steps by the depth chosen, over rows that could guess."""
+        self.off = {"plain": 1.0, "window": 1.0}
+        """How many times as long as measured steps of either kind take lately."""
         self.failures = 0
         self.draft_failed: str | None = None
         """Why the draft model isn't asked any more."""
@@ -154,7 +163,31 @@ class Speculation:
             return most
         asks = [self._may_draft(row, guess) for row, guess in zip(rows, guesses, strict=True)]
         each = self.draft.cost(sum(asks)) if self.draft is not None and any(asks) else 0.0
-        return best_depth(chances, self.curve, lambda depth: depth * each)
+        return self.depth_of(chances, each)
+
+    def depth_of(self, chances: Sequence[Chance], each: float = 0.0) -> int:
+        """The depth that pays best for rows with these chances, where a drafted token for them takes `each` seconds."""
+        if self.curve is None:
+            return max((chance.most for chance in chances), default=0)
+        return best_depth(chances, self.curve, lambda depth: depth * each, self.premium)
+
+    @property
+    def premium(self) -> float:
+        """How much dearer windows are than measured, against plain steps."""
+        return self.off["window"] / self.off["plain"]
+
+    def observed(self, num_rows: int, width: int, seconds: float) -> None:
+        """A step of this width took so long: a plain one from one read-back to the next."""
+        curve, off = self.curve, self.off
+        if curve is None:
+            return
+        if width == 1:
+            ratio = min(seconds / curve.step(num_rows), MOST_OFF)
+            off["plain"] = MEMORY_PLAIN * off["plain"] + (1 - MEMORY_PLAIN) * ratio
+            off["window"] += FORGET * (off["plain"] - off["window"])
+        else:
+            ratio = min(seconds / curve.window(num_rows, width), MOST_OFF)
+            off["window"] = MEMORY_WINDOW * off["window"] + (1 - MEMORY_WINDOW) * ratio
 
     def _is_probe_due(self, rows: Sequence[Row], guesses: Sequence[Guess]) -> bool:
         """Whether some row's drafts haven't been tried for long: nothing else tells whether they would be right by now."""
@@ -198,5 +231,6 @@ class Speculation:
                 for rows, by_width in sorted(curve.windows.items())
             },
             "active_rows": num_rows,
+            "premium": self.premium,
             "draft_failed": self.draft_failed,
         }

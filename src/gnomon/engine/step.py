@@ -65,6 +65,7 @@ class Stepper:
         self.pad_safe = pad_safe
         self.speculation = speculation
         self.flight: Flight | None = None
+        self._read, self._read_rows = 0.0, 0
 
     def step(self) -> bool:
         """Advance every row, delivering what was read back. False if nothing was left to advance."""
@@ -81,7 +82,11 @@ class Stepper:
             self.flight = None
             return False
         if any(drafts):
+            begun = time.perf_counter()
             self._window(drafts)
+            if speculation is not None:
+                speculation.observed(len(drafts), 1 + max(map(len, drafts)), time.perf_counter() - begun)
+            self._read = 0.0
         else:
             self._plain()
         return True
@@ -89,8 +94,20 @@ class Stepper:
     def land(self) -> None:
         """Read back the step in flight and deliver its tokens."""
         flight, self.flight = self.flight, None
+        self._read = 0.0
         if flight is not None:
             self._deliver(flight)
+
+    def disturbed(self) -> None:
+        """Something else was computed since the last step: the time to the next says nothing of what a step takes."""
+        self._read = 0.0
+
+    def _paced(self, num_rows: int) -> None:
+        """A plain step was read back with the next under way. From one such to the next, if nothing came between, is what a step takes."""
+        now = time.perf_counter()
+        if self._read and self._read_rows == num_rows and self.speculation is not None:
+            self.speculation.observed(num_rows, 1, now - self._read)
+        self._read, self._read_rows = now, num_rows
 
     def _all_end_in_flight(self) -> bool:
         """The step in flight makes the last token any row may have: another would be thrown away."""
@@ -122,6 +139,7 @@ class Stepper:
         batch.pending = drawn.tokens
         if before is not None:
             self._deliver(before)
+            self._paced(len(batch.rows))
         if not config.pipeline or (batch.has_fresh and config.early_first_token):
             self.land()
         batch.has_fresh = False

@@ -48,17 +48,18 @@ def best_depth(
     chances: Sequence[Chance],
     curve: Curve,
     draft_cost: Callable[[int], float] = lambda depth: 0.0,  # noqa: ARG005  (of guesses that cost nothing)
+    premium: float = 1.0,
 ) -> int:
     """The depth with the most expected tokens per second for a batch with these chances, one per row; 0 when plain steps have more.
 
     Rows with shorter guesses ride along in a window: it costs what its width costs. `draft_cost(depth)` is what making the guesses
-    takes, in seconds.
+    takes, in seconds; `premium` is how many times as much as measured windows turned out to cost.
     """
     num_rows = len(chances)
     best, best_rate = 0, (1 + MARGIN) * num_rows / curve.step(num_rows)
     for depth in range(1, max((one.most for one in chances), default=0) + 1):
         expected = num_rows + sum(one.tokens(depth) for one in chances)
-        rate = expected / (curve.window(num_rows, 1 + depth) + draft_cost(depth))
+        rate = expected / (premium * curve.window(num_rows, 1 + depth) + draft_cost(depth))
         if rate > best_rate:
             best, best_rate = depth, rate
     return best

@@ -130,6 +130,10 @@ def from_engine(error: EngineError) -> APIError:
 
 def from_failed(event: Failed) -> APIError:
     """What a request that failed after it was admitted gets."""
+    if event.refusal is not None:
+        return from_engine(event.refusal)
+    if event.code == "engine_died":
+        return APIError(502, event.message, type="server_error", code=event.code)
     if event.fatal or event.code in ENDED:
         return APIError(503, event.message, type="server_error", code=event.code)
     return internal(event.message, event.code)

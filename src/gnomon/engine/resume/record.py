@@ -5,11 +5,15 @@ magic (8) | version (uint32, little-endian) | SHA-256 of the body (32) | body: J
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from gnomon.engine.sampling import Score
 
@@ -45,8 +49,8 @@ class Record:
             {
                 "key": self.key,
                 "seed": self.seed,
-                "prompt": self.prompt,
-                "tokens": self.tokens,
+                "prompt": _packed(self.prompt),
+                "tokens": _packed(self.tokens),
                 "scores": [(score.logprob, score.top) for score in self.scores],
             },
             separators=(",", ":"),
@@ -72,10 +76,19 @@ class Record:
                 Score(float(logprob), tuple((int(i), float(value)) for i, value in top))
                 for logprob, top in fields["scores"]
             )
-            prompt, tokens = tuple(map(int, fields["prompt"])), tuple(map(int, fields["tokens"]))
+            prompt, tokens = _unpacked(fields["prompt"]), _unpacked(fields["tokens"])
             record = Record(str(fields["key"]), int(fields["seed"]), prompt, tokens, scores)
         except (ValueError, TypeError, KeyError) as error:
             raise Unreadable(f"the body is malformed: {error}") from error
         if not record.prompt or not record.tokens or len(record.scores) not in (0, len(record.tokens)):
             raise Unreadable(f"{len(prompt)} prompt tokens, {len(tokens)} tokens and {len(scores)} scores don't fit")
         return record
+
+
+def _packed(ids: Sequence[int]) -> str:
+    # Ids one by one would hold the interpreter's lock for long: a prompt may have a hundred thousand.
+    return base64.b64encode(np.asarray(ids, dtype="<i4").tobytes()).decode()
+
+
+def _unpacked(text: str) -> tuple[int, ...]:
+    return tuple(np.frombuffer(base64.b64decode(text, validate=True), dtype="<i4").tolist())

@@ -1,0 +1,223 @@
+"""Prompt lookup, or a draft model, against plain decoding: the same requests through two engines of one process, in alternating pairs.
+
+uv run python benchmarks/speculation.py MODEL [--draft DIR] [--kernels native] [--batches 1 4 8] [--pairs 5] [--tokens 128]
+                                              [--out cells.jsonl] [--random-1b DIR]
+
+Every cell (workload, batch) is a line of --out; cells that are there already are not run again. --random-1b makes a model of the shape of
+Llama 3.2 1B with random weights in DIR, with MODEL's tokenizer, and measures that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_lm.models import llama
+
+from gnomon.chat.tokenizer import Tokenizer
+from gnomon.config import EngineConfig, KernelConfig, SpeculationConfig, resolve
+from gnomon.engine.api import Delta, Event, Failed, Finished, Request
+from gnomon.engine.engine import Engine, load
+
+_FUNCTIONS = ("add", "subtract", "multiply", "divide", "power", "remainder", "maximum", "minimum")
+_CODE = "\n\n".join(
+    f'def {name}(first: float, second: float) -> float:\n    """Apply {name} to two numbers."""\n'
+    f"    check_number(first)\n    check_number(second)\n    return OPERATIONS[{name!r}](first, second)"
+    for name in _FUNCTIONS[:5]
+)
+_RECORDS = "\n".join(
+    f"Ticket {4100 + 37 * i}: customer {name} of {town} reports that the {part} stopped working after the update on May {i + 2}."
+    for i, (name, town, part) in enumerate(
+        [("Okafor", "Leeds", "printer queue"), ("Lindqvist", "Uppsala", "login page"), ("Moreau", "Lyon", "export button"),
+         ("Tanaka", "Osaka", "search index"), ("Novak", "Brno", "mail gateway"), ("Silva", "Porto", "report viewer")]
+    )
+)  # fmt: skip
+WORKLOADS = {
+    "code editing": [
+        f"Repeat this code exactly, but rename {name} to {name}_numbers:\n```python\n{_CODE}\n```" for name in _FUNCTIONS
+    ],
+    "retrieval": [
+        f"Here are support tickets:\n{_RECORDS}\nCopy all the tickets word for word, beginning with number {i % 6 + 1}."
+        for i in range(8)
+    ],
+    "prose": [
+        f"Write a long story about {topic}."
+        for topic in ("a lighthouse", "two rivers", "a clockmaker", "the first snow", "a lost map", "an old train",
+                      "a night market", "the last bee")
+    ],
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One measured pairing. Rates are tokens per second of decoding over all rows, medians; `ratio` is that of speeds, pair by pair."""
+
+    model: str
+    device: str
+    kernels: str
+    workload: str
+    batch: int
+    off: float
+    on: float
+    ratio: float
+    low: float
+    high: float
+    chosen: float
+    acceptance: float | None
+    differing: int
+    pairs: int
+
+    @property
+    def key(self) -> tuple[str, str, str, str, int]:
+        return self.model, self.device, self.kernels, self.workload, self.batch
+
+
+def serve(engine: Engine, requests: Sequence[Request]) -> tuple[float, list[tuple[int, ...]]]:
+    """Run requests at once; seconds from the first token of the last to start to the end, and each one's ids."""
+    ids: dict[str, list[int]] = {request.id: [] for request in requests}
+    first: dict[str, float] = {}
+    left, failures = threading.Semaphore(0), list[str]()
+
+    def sink(event: Event) -> None:
+        if isinstance(event, Delta):
+            first.setdefault(event.request_id, time.perf_counter())
+            ids[event.request_id].extend(event.ids)
+        elif isinstance(event, Finished | Failed):
+            if isinstance(event, Failed):
+                failures.append(event.message)
+            left.release()
+
+    for request in requests:
+        engine.submit(request, sink)
+    for _ in requests:
+        left.acquire()
+    if failures:
+        raise RuntimeError(failures[0])
+    return time.perf_counter() - max(first.values()), [tuple(one) for one in ids.values()]
+
+
+def counted(engine: Engine) -> tuple[int, int, int, int]:
+    """Steps with guesses, steps that could have had some, proposed and accepted tokens so far."""
+    stats = engine.stats()
+    depths = {int(depth): count for depth, count in stats["speculation"]["depths"].items()}
+    proposals = stats["proposals"]
+    return sum(n for d, n in depths.items() if d), sum(depths.values()), proposals["proposed"], proposals["accepted"]
+
+
+def measure(engines: dict[str, Engine], tokenizer: Tokenizer, workload: str, batch: int, args: Any) -> dict[str, Any]:
+    prompts = [
+        tuple(tokenizer.encode(f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"))
+        for text in WORKLOADS[workload][:batch]
+    ]
+    seconds: dict[str, list[float]] = {name: [] for name in engines}
+    answers: dict[str, list[tuple[int, ...]]] = {}
+    before = counted(engines["on"])
+    for pair in range(-1, args.pairs):
+        for name in sorted(engines, reverse=pair % 2 == 0):
+            requests = [
+                Request(f"{name} {workload} {batch} {pair} {i}", prompt, max_tokens=args.tokens, ignore_eos=True)
+                for i, prompt in enumerate(prompts)
+            ]
+            took, answers[name] = serve(engines[name], requests)
+            if pair >= 0:
+                seconds[name].append(took)
+    windows, steps, proposed, accepted = (after - b for after, b in zip(counted(engines["on"]), before, strict=True))
+    ratios = [off / on for off, on in zip(seconds["off"], seconds["on"], strict=True)]
+    tokens = batch * args.tokens
+    return {
+        "off": tokens / statistics.median(seconds["off"]),
+        "on": tokens / statistics.median(seconds["on"]),
+        "ratio": statistics.median(ratios),
+        "low": min(ratios),
+        "high": max(ratios),
+        "chosen": windows / steps,
+        "acceptance": accepted / proposed if proposed else None,
+        "differing": sum(a != b for a, b in zip(answers["off"], answers["on"], strict=True)),
+        "pairs": args.pairs,
+    }
+
+
+def make_1b(path: Path, like: Path) -> Path:
+    """A random model of the shape of Llama 3.2 1B in bfloat16, with another model's tokenizer."""
+    if (path / "model.safetensors").is_file():
+        return path
+    path.mkdir(parents=True, exist_ok=True)
+    settings = json.loads((like / "config.json").read_text())
+    shape = {
+        "model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 16, "intermediate_size": 8192, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "max_position_embeddings": 8192,
+        "vocab_size": settings["vocab_size"], "tie_word_embeddings": True, "eos_token_id": settings.get("eos_token_id"),
+    }  # fmt: skip
+    mx.random.seed(0)
+    model = llama.Model(llama.ModelArgs.from_dict(shape))
+    model.set_dtype(mx.bfloat16)
+    mx.save_safetensors(str(path / "model.safetensors"), dict(tree_flatten(model.parameters())), {"format": "mlx"})
+    (path / "config.json").write_text(json.dumps(shape))
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"):
+        if (like / name).is_file():
+            shutil.copy(like / name, path / name)
+    return path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--draft", type=Path)
+    parser.add_argument("--kernels", choices=("native", "stock"), default="native")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8])
+    parser.add_argument("--workloads", nargs="+", choices=tuple(WORKLOADS), default=list(WORKLOADS))
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--out", type=Path, default=Path("speculation.jsonl"))
+    parser.add_argument("--random-1b", type=Path)
+    args = parser.parse_args()
+    path = args.model if args.random_1b is None else make_1b(args.random_1b, args.model)
+    cache, tokenizer = resolve().paths.cache, Tokenizer.load(path)
+    config = EngineConfig(prompt_cache=0, batch=max(args.batches))
+    wanted = SpeculationConfig(str(args.draft)) if args.draft else SpeculationConfig(draft_kind="ngram")
+    done = (
+        {tuple(json.loads(line)["key"]) for line in args.out.read_text().splitlines()} if args.out.exists() else set()
+    )
+    engines = {
+        name: load(
+            path,
+            config,
+            kernels=KernelConfig(kernels=args.kernels),
+            kernel_cache=cache / "kernels",
+            speculation=speculation,
+            measurements=cache,
+        )
+        for name, speculation in (("off", SpeculationConfig()), ("on", wanted))
+    }
+    device = str(mx.default_device())
+    for workload in args.workloads:
+        for batch in args.batches:
+            kind = f"{args.kernels} {'two-model' if args.draft else 'ngram'}"
+            if (path.name, device, kind, workload, batch) in done:
+                continue
+            cell = Cell(path.name, device, kind, workload, batch, **measure(engines, tokenizer, workload, batch, args))
+            with args.out.open("a") as out:
+                out.write(json.dumps({"key": cell.key, **asdict(cell)}) + "\n")
+            print(
+                f"{workload}, batch {batch}: off {cell.off:.1f} token/s, on {cell.on:.1f} token/s, ratio {cell.ratio:.2f} "
+                f"({cell.low:.2f} to {cell.high:.2f}), guessed in {cell.chosen:.0%} of steps, accepted {cell.acceptance or 0:.0%}, "
+                f"{cell.differing} of {batch} answers differ, {cell.pairs} pairs",
+                flush=True,
+            )
+    print(json.dumps(engines["on"].stats()["speculation"]["curve"]))
+    for engine in engines.values():
+        engine.stop()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,462 @@
+"""The parent's side: an `Engine` whose work is done by a child process that is started again when it dies."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass, field
+from itertools import count
+from multiprocessing.connection import Connection
+from typing import Any, Literal
+
+from gnomon.chat.constraint import Constraint
+from gnomon.engine.api import (
+    ChoiceFinished,
+    Delta,
+    EngineError,
+    EngineUnavailable,
+    Event,
+    Failed,
+    Finished,
+    FlushReport,
+    Health,
+    InvalidRequest,
+    ModelInfo,
+    Replayed,
+    Request,
+    Sink,
+)
+from gnomon.isolate.messages import (
+    Call,
+    Cancel,
+    Compile,
+    Happened,
+    Ready,
+    Reply,
+    Report,
+    Start,
+    Stop,
+    Submit,
+    Unloadable,
+    Writer,
+)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """Waits, in seconds."""
+
+    load: float = 900.0
+    """For a child to become ready."""
+    submit: float = 5.0
+    """For a request to be taken: longer than any turn of a live process, as the caller's event loop stands meanwhile."""
+    compile: float = 60.0
+    silence: float = 30.0
+    """Without a report the child counts as frozen and is killed."""
+    stop: float = 60.0
+    """For the child to end by itself: it may have states to write."""
+    early_death: float = 10.0
+    """A child that dies so soon after it was ready is started again only after `pause`."""
+    pause: float = 5.0
+    window: float = 60.0
+    restarts: int = 3
+    """Most restarts within `window`; the next one waits until it is over."""
+
+
+@dataclass(slots=True)
+class Ticket:
+    """A request whose last event has not come."""
+
+    request: Request
+    sink: Sink
+    begun: bool = False
+    """Something of the answer was delivered: it can't be begun again unseen."""
+    retried: bool = False
+    cancelled: bool = False
+
+
+@dataclass(slots=True)
+class Child:
+    """One life of the engine's process."""
+
+    process: subprocess.Popen[bytes]
+    connection: Connection
+    writer: Writer
+    born: float = field(default_factory=time.monotonic)
+    ready: float = 0.0
+    heard: float = field(default_factory=time.monotonic)
+
+
+class IsolatedEngine:
+    """Starts `command` with the number of a socket as its last argument, sends it `what`, and asks it for everything.
+
+    When the child dies, answers under way end with `Failed` of code `engine_died`; requests of which nothing was delivered yet are
+    asked once more of the next child. A child whose reports stop is killed. Use `wait` before serving.
+    """
+
+    def __init__(self, command: Sequence[str], what: object, patience: Patience | None = None) -> None:
+        self._command = tuple(command)
+        self._what = what
+        self._patience = patience or Patience()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._tickets: dict[str, Ticket] = {}
+        self._replies: dict[int, Future[Any]] = {}
+        self._numbers = count(1)
+        self._child: Child | None = None
+        """The one that is ready."""
+        self._model: ModelInfo | None = None
+        self._unloadable: str | None = None
+        self._report: Report | None = None
+        self._draining = False
+        self._stopping = False
+        self._restarts = 0
+        self._deaths: deque[float] = deque()
+        self._message = "the engine's process is starting"
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="isolate", daemon=True)
+        self._thread.start()
+
+    # The door
+
+    @property
+    def model(self) -> ModelInfo:
+        if self._model is None:
+            raise EngineUnavailable(self._unloadable or self._message)
+        return self._model
+
+    def wait(self) -> ModelInfo:
+        """Wait until the first child is ready. Raises RuntimeError with the reason when it can't load, TimeoutError when it doesn't."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._model is not None or self._unloadable is not None, self._patience.load)
+        if self._unloadable is not None:
+            raise RuntimeError(self._unloadable)
+        if self._model is None:
+            raise TimeoutError(f"the engine's process was not ready within {self._patience.load:g} s")
+        return self._model
+
+    def restart_with(self, what: object) -> None:
+        """What later children are sent in place of the first one's."""
+        self._what = what
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        """Hand a request to the child; while none is ready it waits for the next. Events reach `sink` on a thread of this object.
+
+        Raises what the child's engine raises, and EngineUnavailable when it does not answer.
+        """
+        with self._lock:
+            if self._draining or self._stopping:
+                raise EngineUnavailable("the server is shutting down")
+            if request.id in self._tickets:
+                raise InvalidRequest(f"request id {request.id!r} is in use", "id")
+            child = self._child
+            if child is not None and time.monotonic() - child.heard > self._patience.submit:
+                raise EngineUnavailable("the engine's process stands still")
+            self._tickets[request.id] = Ticket(request, sink)
+            if child is None:
+                return
+            reply = self._ask(child, lambda number: Submit(number, request))
+        try:
+            reply.result(self._patience.submit)
+        except (EngineError, FutureTimeout) as error:
+            with self._changed:
+                self._tickets.pop(request.id, None)
+                self._changed.notify_all()
+            if isinstance(error, EngineError):
+                raise
+            child.writer.send(Cancel(request.id))
+            raise EngineUnavailable(
+                f"the engine's process took no request within {self._patience.submit:g} s"
+            ) from error
+        except ConnectionError:
+            return  # it died: the ticket goes to the next child
+
+    def compile(self, constraint: Constraint) -> Sequence[str]:
+        """Make ready to enforce a constraint. Raises `Unenforceable`, or EngineUnavailable while no child can say."""
+        with self._lock:
+            child = self._child
+            if child is None:
+                raise EngineUnavailable(self._message)
+            reply = self._ask(child, lambda number: Compile(number, constraint))
+        try:
+            return reply.result(self._patience.compile)
+        except (FutureTimeout, ConnectionError) as error:
+            raise EngineUnavailable("the engine's process did not compile the grammar") from error
+
+    def flush(self, timeout: float) -> FlushReport:
+        """Write every state that only memory holds, waiting up to `timeout` seconds."""
+        report = self._call("flush", timeout, timeout + self._patience.submit)
+        return report if isinstance(report, FlushReport) else FlushReport(False)
+
+    def close_session(self, session: str) -> bool:
+        """Hold on to a session's states no longer; False if there is no such session, or no child to ask."""
+        return bool(self._call("close_session", session, self._patience.compile))
+
+    def _call(self, name: Literal["flush", "close_session"], argument: Any, timeout: float) -> Any:
+        """What the child's engine returns; None when there is none, or it does not answer in time."""
+        with self._lock:
+            child = self._child
+            if child is None:
+                return None
+            reply = self._ask(child, lambda number: Call(number, name, argument))
+        try:
+            return reply.result(timeout)
+        except (FutureTimeout, ConnectionError):
+            return None
+
+    def cancel(self, request_id: str, *, answered: bool = False) -> None:
+        """Stop a request; its sink still gets its last event. Unknown ids are ignored. `answered` as the engine's own."""
+        ended: list[tuple[Ticket, Event]] = []
+        with self._changed:
+            ticket, child = self._tickets.get(request_id), self._child
+            if ticket is None:
+                return
+            if child is None:
+                del self._tickets[request_id]
+                self._changed.notify_all()
+                ended.append((ticket, Failed(request_id, "the request was cancelled", "cancelled")))
+            else:
+                ticket.cancelled = True
+                child.writer.send(Cancel(request_id, answered))
+        _tell(ended)
+
+    def health(self) -> Health:
+        report, child = self._report, self._child
+        if self._stopping:
+            return Health("stopped")
+        if self._unloadable is not None:
+            return Health("failed", 0.0, self._unloadable)
+        if child is None or report is None:
+            return Health("loading", 0.0, self._message)
+        silence = time.monotonic() - child.heard
+        if silence > self._patience.submit:
+            return Health("stalled", silence, f"the engine's process has said nothing for {silence:.0f} s")
+        if self._draining:
+            return Health("draining", report.health.beat_age)
+        return report.health
+
+    def stats(self) -> Mapping[str, Any]:
+        """What the child last reported, and about the child itself."""
+        report = self._report
+        return {**(report.stats if report is not None else {}), "isolation": self.process()}
+
+    def process(self) -> Mapping[str, Any]:
+        """The child's process, as plain JSON values."""
+        child = self._child
+        return {
+            "isolated": True,
+            "pid": child.process.pid if child is not None else None,
+            "restarts": self._restarts,
+            "socket": "an unnamed pair",
+            "state": self.health().state,
+            "open_requests": len(self._tickets),
+        }
+
+    def drain(self, timeout: float) -> bool:
+        """Refuse new requests and wait up to `timeout` seconds for the open ones; True if all ended by themselves."""
+        with self._changed:
+            self._draining = True
+            return self._changed.wait_for(lambda: not self._tickets, timeout)
+
+    def stop(self) -> None:
+        """End the child, giving it time to write what it holds. Open requests get `Failed`."""
+        with self._lock:
+            already, self._stopping = self._stopping, True
+            child = self._child
+        self._wake.set()
+        if child is not None and not already:
+            child.writer.send(Stop())
+        self._thread.join(self._patience.stop + 5)
+
+    # Lives of the child, on the thread
+
+    def _run(self) -> None:
+        while not self._stopping:
+            child = self._spawn()
+            try:
+                self._listen(child)
+            finally:
+                self._bury(child)
+            if self._unloadable is not None:
+                return
+            if not self._stopping:
+                self._restarts += 1
+                self._rest(child)
+
+    def _spawn(self) -> Child:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            # A session of its own: signals from the terminal reach the parent alone.
+            process = subprocess.Popen(
+                [*self._command, str(theirs.fileno())], pass_fds=(theirs.fileno(),), start_new_session=True
+            )
+        connection = Connection(ours.detach())
+        child = Child(process, connection, Writer(connection, "isolate-writer"))
+        child.writer.send(Start(self._what))
+        return child
+
+    def _listen(self, child: Child) -> None:
+        """Until the child is gone, frozen, or ended as asked."""
+        limit = 0.0
+        while True:
+            if self._stopping and not limit:
+                child.writer.send(Stop())
+                limit = time.monotonic() + self._patience.stop
+            now = time.monotonic()
+            if limit and now > limit:
+                log.warning("the engine's process did not end within %g s: killed", self._patience.stop)
+                return
+            silence, allowed = now - child.heard, self._patience.silence if child.ready else self._patience.load
+            if silence > allowed:
+                log.error("the engine's process (pid %d) said nothing for %.0f s: killed", child.process.pid, silence)
+                return
+            try:
+                if not child.connection.poll(0.1):
+                    continue
+                message = child.connection.recv()
+            except (EOFError, OSError):
+                return
+            child.heard = time.monotonic()
+            self._hear(child, message)
+
+    def _hear(self, child: Child, message: object) -> None:
+        match message:
+            case Happened(events):
+                self._deliver(events)
+            case Report():
+                self._report = message
+            case Reply(number, value, error):
+                with self._lock:
+                    reply = self._replies.pop(number, None)
+                if reply is not None and error is None:
+                    reply.set_result(value)
+                elif reply is not None:
+                    reply.set_exception(error)
+            case Ready(model):
+                self._welcome(child, model)
+            case Unloadable(reason):
+                with self._changed:
+                    self._unloadable = reason
+                    self._changed.notify_all()
+            case _:
+                raise TypeError(f"unknown message {type(message).__name__}")
+
+    def _welcome(self, child: Child, model: ModelInfo) -> None:
+        child.ready = time.monotonic()
+        with self._changed:
+            self._child, self._model = child, model
+            self._report = self._report or Report(Health("ok"), {})
+            waiting = list(self._tickets.values())
+            replies = [(one, self._ask(child, lambda number, one=one: Submit(number, one.request))) for one in waiting]
+            self._changed.notify_all()
+        for ticket, reply in replies:
+            reply.add_done_callback(lambda done, ticket=ticket: self._resubmitted(ticket, done))
+        if self._restarts:
+            log.warning("the engine's process runs again (pid %d), %d requests go on", child.process.pid, len(waiting))
+
+    def _resubmitted(self, ticket: Ticket, reply: Future[None]) -> None:
+        error = reply.exception()
+        if error is None or isinstance(error, ConnectionError):
+            return
+        with self._changed:
+            self._tickets.pop(ticket.request.id, None)
+            self._changed.notify_all()
+        refusal = error if isinstance(error, EngineError) else None
+        _tell([(ticket, Failed(ticket.request.id, str(error), "refused", refusal=refusal))])
+
+    def _deliver(self, events: Sequence[Event]) -> None:
+        heard: list[tuple[Ticket, Event]] = []
+        with self._changed:
+            for event in events:
+                ticket = self._tickets.get(event.request_id)
+                if ticket is None:
+                    continue
+                if isinstance(event, Delta | Replayed | ChoiceFinished):
+                    ticket.begun = True
+                if isinstance(event, Finished | Failed):
+                    del self._tickets[event.request_id]
+                    self._changed.notify_all()
+                heard.append((ticket, event))
+        _tell(heard)
+
+    def _bury(self, child: Child) -> None:
+        """The child is dead or has to be: settle what it leaves."""
+        with self._changed:
+            self._child = None
+            replies, self._replies = list(self._replies.values()), {}
+        if child.process.poll() is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                if self._stopping or self._unloadable is not None:
+                    child.process.wait(1.0)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child.process.pid, signal.SIGKILL)
+        code = child.process.wait()
+        child.writer.close(0.0)
+        child.connection.close()
+        how = _how(code)
+        if not self._stopping and self._unloadable is None:
+            log.error("the engine's process (pid %d) %s", child.process.pid, how)
+        for reply in replies:
+            reply.set_exception(ConnectionError(f"the engine's process {how}"))
+        ended: list[tuple[Ticket, Event]] = []
+        with self._changed:
+            self._message = f"the engine's process {how} and is being started again"
+            for name, ticket in list(self._tickets.items()):
+                again = not (ticket.begun or ticket.retried or ticket.cancelled)
+                if again and not self._stopping and self._unloadable is None:
+                    ticket.retried = True
+                    continue
+                del self._tickets[name]
+                reason = "the server was stopped" if self._stopping else f"the engine's process {how} during the answer"
+                ended.append((ticket, Failed(name, reason, "engine_stopped" if self._stopping else "engine_died")))
+            self._changed.notify_all()
+        _tell(ended)
+
+    def _rest(self, child: Child) -> None:
+        """Wait as long as the limits on restarts ask for."""
+        now, patience, wait = time.monotonic(), self._patience, 0.0
+        if not child.ready or now - child.ready < patience.early_death:
+            wait = patience.pause
+        while self._deaths and now - self._deaths[0] > patience.window:
+            self._deaths.popleft()
+        if len(self._deaths) >= patience.restarts:
+            wait = max(wait, patience.window - (now - self._deaths[0]))
+        if wait > 0:
+            self._message += f" in {wait:.0f} s"
+            log.warning("the engine's process is started again in %.0f s", wait)
+            self._wake.wait(wait)
+        self._deaths.append(time.monotonic())
+
+    def _ask(self, child: Child, message: Callable[[int], object]) -> Future[Any]:
+        """Send a numbered message; the lock is held."""
+        number, reply = next(self._numbers), Future[Any]()
+        self._replies[number] = reply
+        child.writer.send(message(number))
+        return reply
+
+
+def _how(code: int) -> str:
+    if code < 0:
+        with contextlib.suppress(ValueError):
+            return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with code {code}"
+
+
+def _tell(heard: Sequence[tuple[Ticket, Event]]) -> None:
+    for ticket, event in heard:
+        try:
+            ticket.sink(event)
+        except Exception as error:
+            log.warning("request %s: its listener failed: %s", ticket.request.id, error, exc_info=error)

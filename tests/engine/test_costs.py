@@ -1,0 +1,66 @@
+"""The file of measured step costs: what is measured again, and what is not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from engine_fixtures import tiny_loaded
+from gnomon.config import EngineConfig
+from gnomon.engine import costs
+from gnomon.engine.counters import Counters
+from gnomon.engine.heart import Heart
+from gnomon.engine.runner import Runner
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The batch sizes that were measured, in order; a window of M positions of B rows takes B + M seconds."""
+    sizes: list[int] = []
+
+    def measure(runner: Runner, rows: int, widths: tuple[int, ...]) -> Mapping[int, float]:
+        sizes.append(rows)
+        return {1: 0.5 * rows, **{width: float(rows + width) for width in widths}}
+
+    monkeypatch.setattr(costs, "_measured", measure)
+    return sizes
+
+
+def runner(model_type: str = "llama") -> Runner:
+    return Runner(tiny_loaded(model_type), EngineConfig(prompt_cache=0), Counters(), Heart(1000))
+
+
+def test_what_was_measured_is_kept(tmp_path: Path, measured: list[int]) -> None:
+    cache = tmp_path / "deep"
+    first = costs.curve_of(runner(), name="stock", most_rows=2, cache=cache)
+    assert measured == [1, 2]
+    assert (first.step(2), first.window(2, 9)) == (1.0, 11.0)
+    again = costs.curve_of(runner(), name="stock", most_rows=8, cache=cache)
+    assert measured == [1, 2, 4, 8], "only the sizes that lack"
+    assert again.window(1, 17) == 18.0
+    costs.curve_of(runner(), name="native avx2 x2", most_rows=1, cache=cache)
+    costs.curve_of(runner("qwen3"), name="stock", most_rows=1, cache=cache)
+    assert measured == [1, 2, 4, 8, 1, 1], "other kernels, another model"
+    assert [path.name for path in cache.iterdir()] == [costs.FILE]
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"format": 0, "seconds": {}}'])
+def test_a_file_that_cannot_be_used_is_measured_over(tmp_path: Path, measured: list[int], text: str) -> None:
+    (tmp_path / costs.FILE).write_text(text)
+    costs.curve_of(runner(), name="stock", most_rows=1, cache=tmp_path)
+    assert measured == [1]
+    assert json.loads((tmp_path / costs.FILE).read_text())["format"] == costs.FORMAT
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma3", "mamba"])
+def test_a_measurement_leaves_no_gap(monkeypatch: pytest.MonkeyPatch, model_type: str) -> None:
+    monkeypatch.setattr(costs, "REPEATS", 1)
+    curve = costs.curve_of(runner(model_type), name="stock", most_rows=2, cache=None)
+    for rows in (1, 2):
+        widths = curve.windows[rows]
+        assert list(widths) == list(costs.WIDTHS)
+        assert curve.plain[rows] > 0
+        assert list(widths.values()) == sorted(widths.values()), "no window is said to cost less than a narrower one"

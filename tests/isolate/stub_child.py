@@ -1,0 +1,94 @@
+"""A child program over a scripted engine without a model: what the prompt says happens."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gnomon.engine.api import (
+    ChoiceFinished,
+    Delta,
+    EngineUnavailable,
+    Finished,
+    Health,
+    InvalidRequest,
+    ModelInfo,
+    QueueFull,
+    Request,
+    Sink,
+    Usage,
+)
+from gnomon.isolate import run
+
+SAY, DIE, HANG, PART_THEN_DIE, FULL, INVALID, FREEZE, SLOW = range(8)
+
+
+class Stub:
+    model = ModelInfo("stub", "/nowhere", "llama", 512, 257, (256,), 1000, 1_700_000_000)
+
+    def __init__(self, what: Any) -> None:
+        if what == "unloadable":
+            raise ValueError("there is no such model")
+        if what == "dies early":
+            os._exit(3)
+        self.marker = what
+        self.cancelled: set[str] = set()
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        order = request.prompt[0]
+        if order == FULL:
+            raise QueueFull("64 requests wait", 7)
+        if order == INVALID:
+            raise InvalidRequest("the prompt is too long", "prompt", "context_length_exceeded")
+        threading.Thread(target=self.answer, args=(order, request, sink), daemon=True).start()
+
+    def answer(self, order: int, request: Request, sink: Sink) -> None:
+        if order == DIE or (order == SLOW and self.first_time()):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if order == FREEZE:
+            time.sleep(0.3)  # for the reply
+            os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(60)
+        sink(Delta(request.id, 0, "one", (1,)))
+        if order == PART_THEN_DIE:
+            time.sleep(0.3)
+            os.kill(os.getpid(), signal.SIGKILL)
+        while order == HANG and request.id not in self.cancelled:
+            time.sleep(0.01)
+        sink(Delta(request.id, 0, " two", (2,)))
+        sink(ChoiceFinished(request.id, 0, "cancelled" if order == HANG else "stop"))
+        sink(Finished(request.id, Usage(len(request.prompt), 2)))
+
+    def first_time(self) -> bool:
+        """Whether no child before has been here."""
+        try:
+            os.close(os.open(self.marker, os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return False
+        return True
+
+    def compile(self, constraint: Any) -> Sequence[str]:
+        raise EngineUnavailable("no grammars here")
+
+    def cancel(self, request_id: str, *, answered: bool = False) -> None:
+        self.cancelled.add(request_id)
+
+    def health(self) -> Health:
+        return Health("ok", 0.1)
+
+    def stats(self) -> Mapping[str, Any]:
+        return {"batch": {"configured": 8}, "pid": os.getpid()}
+
+    def drain(self, timeout: float) -> bool:
+        return True
+
+    def stop(self) -> None: ...
+
+
+if __name__ == "__main__":
+    sys.exit(run(int(sys.argv[-1]), Stub))

@@ -1,0 +1,218 @@
+"""The engine in its own process: lives, deaths and freezes of a scripted child."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from stub_child import DIE, FREEZE, FULL, HANG, INVALID, PART_THEN_DIE, SAY, SLOW
+
+from gnomon.chat.constraint import Constraint
+from gnomon.engine.api import (
+    ChoiceFinished,
+    Delta,
+    EngineUnavailable,
+    Event,
+    Failed,
+    Finished,
+    InvalidRequest,
+    QueueFull,
+    Request,
+    Usage,
+)
+from gnomon.isolate import IsolatedEngine
+from gnomon.isolate.engine import Patience
+
+CHILD = [sys.executable, str(Path(__file__).with_name("stub_child.py"))]
+QUICK = Patience(load=30, silence=3, submit=2, early_death=0.05, pause=0.1, stop=5, restarts=100)
+
+
+class Heard:
+    """The events of one request."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.ended = threading.Event()
+
+    def __call__(self, event: Event) -> None:
+        self.events.append(event)
+        if isinstance(event, Finished | Failed):
+            self.ended.set()
+
+    def wait(self) -> list[Event]:
+        assert self.ended.wait(120), self.events
+        return self.events
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., IsolatedEngine]]:
+    made: list[IsolatedEngine] = []
+
+    def start(what: object = None, patience: Patience = QUICK) -> IsolatedEngine:
+        made.append(IsolatedEngine(CHILD, what, patience))
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.stop()
+
+
+def ask(engine: IsolatedEngine, order: int, name: str = "r") -> Heard:
+    heard = Heard()
+    engine.submit(Request(name, (order,)), heard)
+    return heard
+
+
+def whole(name: str = "r") -> list[Event]:
+    return [
+        Delta(name, 0, "one", (1,)),
+        Delta(name, 0, " two", (2,)),
+        ChoiceFinished(name, 0, "stop"),
+        Finished(name, Usage(1, 2)),
+    ]
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_answers_refusals_and_cancelling(make) -> None:
+    engine = make()
+    assert engine.wait().id == "stub"
+    assert ask(engine, SAY).wait() == whole()
+    with pytest.raises(QueueFull, match="64 requests wait") as full:
+        ask(engine, FULL)
+    assert full.value.retry_after == 7
+    with pytest.raises(InvalidRequest, match="too long") as invalid:
+        ask(engine, INVALID)
+    assert (invalid.value.param, invalid.value.code) == ("prompt", "context_length_exceeded")
+    with pytest.raises(EngineUnavailable, match="no grammars here"):
+        engine.compile(Constraint("regex", "a"))
+    hanging = ask(engine, HANG, "h")
+    with pytest.raises(InvalidRequest, match="in use"):
+        ask(engine, SAY, "h")
+    eventually(lambda: len(hanging.events) == 1)
+    engine.cancel("h")
+    assert hanging.wait()[-2] == ChoiceFinished("h", 0, "cancelled")
+    eventually(lambda: engine.stats().get("batch") == {"configured": 8})
+    assert engine.stats()["pid"] == engine.process()["pid"] != os.getpid()
+
+
+def test_a_death_ends_the_answers_under_way_and_nothing_else(make) -> None:
+    engine = make()
+    engine.wait()
+    pid = engine.process()["pid"]
+    broken = ask(engine, PART_THEN_DIE, "broken")
+    assert broken.wait() == [
+        Delta("broken", 0, "one", (1,)),
+        Failed("broken", "the engine's process was killed by SIGKILL during the answer", "engine_died"),
+    ]
+    # Asked while no child is there: it waits.
+    assert ask(engine, SAY, "next").wait() == whole("next")
+    assert engine.process()["restarts"] == 1
+    assert engine.process()["pid"] != pid
+    assert engine.health().state == "ok"
+
+
+def test_what_had_no_answer_yet_is_asked_once_more(make, tmp_path: Path) -> None:
+    engine = make(str(tmp_path / "marker"))
+    engine.wait()
+    assert ask(engine, SLOW).wait() == whole()
+    assert engine.process()["restarts"] == 1
+    # The one that kills every child is given up after the second.
+    killer = ask(engine, DIE, "killer").wait()
+    assert killer == [Failed("killer", "the engine's process was killed by SIGKILL during the answer", "engine_died")]
+    assert engine.process()["restarts"] in (2, 3)
+
+
+def test_a_refusal_by_the_next_child_is_heard(make) -> None:
+    engine = make()
+    engine.wait()
+    os.kill(engine.process()["pid"], signal.SIGKILL)
+    eventually(lambda: engine.process()["pid"] is None)
+    assert engine.health().state == "loading"
+    heard = ask(engine, INVALID)
+    failed = heard.wait()[0]
+    assert isinstance(failed, Failed)
+    assert isinstance(failed.refusal, InvalidRequest)
+    assert failed.refusal.param == "prompt"
+
+
+def test_a_frozen_child_is_killed(make) -> None:
+    engine = make(None, dataclasses.replace(QUICK, submit=1, silence=4))
+    engine.wait()
+    pid = engine.process()["pid"]
+    frozen = ask(engine, FREEZE)
+    time.sleep(0.5)
+    with pytest.raises(EngineUnavailable, match="took no request within 1 s"):
+        ask(engine, SAY, "impatient")
+    eventually(lambda: engine.health().state == "stalled")
+    with pytest.raises(EngineUnavailable, match="stands still"):
+        ask(engine, SAY, "more")
+    failed = frozen.wait()[-1]
+    assert isinstance(failed, Failed)
+    assert failed.code == "engine_died"
+    assert not Path(f"/proc/{pid}").exists()
+    assert ask(engine, SAY, "next").wait() == whole("next")
+
+
+def test_a_model_that_cannot_be_loaded(make) -> None:
+    engine = make("unloadable")
+    with pytest.raises(RuntimeError, match="there is no such model"):
+        engine.wait()
+    assert engine.health().state == "failed"
+
+
+def test_a_child_that_does_not_get_ready_is_given_up(make) -> None:
+    with pytest.raises(TimeoutError, match=r"not ready within 0\.01 s"):
+        make(None, Patience(load=0.01)).wait()
+
+
+def test_restarts_are_limited(make) -> None:
+    engine = make("dies early", Patience(early_death=10, pause=0.05, window=599, restarts=3))
+    # The fourth waits until the window is over.
+    eventually(lambda: engine.process()["restarts"] == 4)
+    waits = re.compile(r"ended with code 3 and is being started again in [45]\d\d s")
+    eventually(lambda: waits.search(engine.health().message or "") is not None)
+
+
+def test_stopping_ends_the_child_and_tells_the_open_requests(make) -> None:
+    engine = make()
+    engine.wait()
+    pid = engine.process()["pid"]
+    hanging = ask(engine, HANG)
+    assert not engine.drain(0.05)
+    with pytest.raises(EngineUnavailable, match="shutting down"):
+        ask(engine, SAY, "late")
+    engine.stop()
+    assert hanging.wait()[-1] == Failed("r", "the server was stopped", "engine_stopped")
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_the_child_ends_with_its_parent() -> None:
+    program = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from test_isolated_engine import CHILD, IsolatedEngine\n"
+        "engine = IsolatedEngine(CHILD, None); engine.wait(); print(engine.process()['pid'], flush=True)\n"
+        "import time; time.sleep(60)\n"
+    )
+    import subprocess
+
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(Path(__file__).parent)], stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        parent.kill()
+    eventually(lambda: not Path(f"/proc/{pid}").exists())

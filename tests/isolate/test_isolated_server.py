@@ -1,0 +1,127 @@
+"""`gnomon serve --isolate`: a real server whose engine's process is killed, frozen and refused a model."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import openai
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "cli"))
+from cli_process import clean_environment, gnomon
+from tiny_directory import make
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return make(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@contextmanager
+def serving(*argv: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    command = [sys.executable, "-m", "gnomon.cli.main", "serve", *argv, "--port", "0", "--isolate", "--l1", "--no-open"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=clean_environment()
+    )
+    try:
+        assert process.stdout is not None
+        found = re.search(r"serves (\S+) at (http://\S+)", process.stdout.readline())
+        assert found, process.stderr.read() if process.stderr else ""
+        yield process, found[2]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def get(url: str):
+    with urllib.request.urlopen(url) as response:
+        return json.load(response)
+
+
+def healthy(url: str) -> None:
+    end = time.monotonic() + 60
+    while True:
+        try:
+            get(f"{url}/health")
+            return
+        except urllib.error.HTTPError:
+            assert time.monotonic() < end
+            time.sleep(0.1)
+
+
+def test_the_answer_is_the_same_and_the_parent_has_no_mlx(model: Path) -> None:
+    arguments = ("--prompt", "abc", "--temp", "0", "--max-tokens", "12", "--raw")
+    alone = gnomon("generate", str(model), "--l1", *arguments)
+    with serving(str(model)) as (process, url):
+        asked = gnomon("generate", "--server", url, *arguments)
+        assert asked.stdout == alone.stdout
+        about = get(f"{url}/engine")
+        assert (about["isolated"], about["restarts"], about["state"]) == (True, 0, "ok")
+        maps = Path(f"/proc/{process.pid}/maps").read_text()
+        assert "libmlx" not in maps
+        assert "libmlx" in Path(f"/proc/{about['pid']}/maps").read_text()
+        assert get(f"{url}/v1/models")["data"][0]["id"] == "tiny"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+        assert not Path(f"/proc/{about['pid']}").exists()
+
+
+def test_killing_the_child_ends_its_streams_and_nothing_else(model: Path) -> None:
+    with serving(str(model)) as (process, url):
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        kept = client.responses.create(model="tiny", input="keep me", max_output_tokens=3)
+        stream = client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "abc"}], stream=True, max_tokens=50_000
+        )
+        chunks = iter(stream)
+        for _ in range(3):
+            next(chunks)
+        os.kill(get(f"{url}/engine")["pid"], signal.SIGKILL)
+        with pytest.raises(openai.APIError, match="was killed by SIGKILL during the answer") as broken:
+            list(chunks)
+        assert broken.value.code == "engine_died"
+        # No wait in between: it is answered by the next child.
+        again = client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "abc"}], max_tokens=4
+        )
+        assert again.usage is not None
+        assert again.usage.completion_tokens == 4
+        # What the server itself holds outlives the engine.
+        assert client.responses.retrieve(kept.id).output_text == kept.output_text
+        healthy(url)
+        assert get(f"{url}/engine")["restarts"] == 1
+        assert process.poll() is None
+
+
+def test_a_grammar_and_logprobs_come_through(model: Path) -> None:
+    with serving(str(model)) as (_, url):
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        made = client.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": "abc"}],
+            logprobs=True,
+            top_logprobs=2,
+            extra_body={"guided_choice": ["yes", "no"]},
+        )
+        assert made.choices[0].message.content in ("yes", "no")
+        assert made.choices[0].logprobs is not None
+        with pytest.raises(openai.BadRequestError, match="context"):
+            client.completions.create(model="tiny", prompt="a" * 200_000, max_tokens=1)
+
+
+def test_a_model_that_is_not_there_is_a_clear_error() -> None:
+    done = gnomon("serve", "/nowhere/model", "--isolate", "--port", "0")
+    assert done.returncode == 1
+    assert "/nowhere/model" in done.stderr
+    assert "Traceback" not in done.stderr
