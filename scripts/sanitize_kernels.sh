@@ -15,6 +15,6 @@ export ASAN_OPTIONS="detect_leaks=0:detect_odr_violation=0:verify_asan_link_orde
 export TSAN_OPTIONS="suppressions=$PWD/scripts/tsan_suppressions.txt:report_signal_unsafe=0:exitcode=66"
 # Built without the library in the compiler's way, tested with it.
 uv run python -c "import sys; sys.path.insert(0, 'tests'); from gnomon.kernels import build; from kernels.built import *
-build.ensure(isas=all_isas(), flags=SANITIZERS['$GNOMON_TEST_SANITIZER'])"
+build.ensure(resolve().kernel.kernel_cache, isas=all_isas(), flags=SANITIZERS['$GNOMON_TEST_SANITIZER'])"
 LD_PRELOAD="$preload" .venv/bin/python -m pytest -n 0 -q -p no:cacheprovider \
   tests/kernels/test_quantized_matmul.py tests/kernels/test_matmul.py tests/kernels/test_rows.py tests/kernels/test_attention.py "$@"

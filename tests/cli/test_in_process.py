@@ -124,6 +124,8 @@ def test_interrupting_generate(model):
             "0",
             "--max-tokens",
             "90000",
+            "--kernels",
+            "stock",  # building native ones would be told on stderr
         ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

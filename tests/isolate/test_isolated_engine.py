@@ -48,7 +48,7 @@ class Heard:
             self.ended.set()
 
     def wait(self) -> list[Event]:
-        assert self.ended.wait(30), self.events
+        assert self.ended.wait(120), self.events
         return self.events
 
 
@@ -81,7 +81,7 @@ def whole(name: str = "r") -> list[Event]:
 
 
 def eventually(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 30
+    end = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)
@@ -174,15 +174,17 @@ def test_a_model_that_cannot_be_loaded(make) -> None:
     assert engine.health().state == "failed"
 
 
+def test_a_child_that_does_not_get_ready_is_given_up(make) -> None:
+    with pytest.raises(TimeoutError, match=r"not ready within 0\.01 s"):
+        make(None, Patience(load=0.01)).wait()
+
+
 def test_restarts_are_limited(make) -> None:
-    engine = make("dies early", Patience(load=0.1, early_death=10, pause=0.05, window=600, restarts=3))
-    with pytest.raises(TimeoutError, match="not ready within 0.1 s"):
-        engine.wait()
+    engine = make("dies early", Patience(early_death=10, pause=0.05, window=599, restarts=3))
     # The fourth waits until the window is over.
     eventually(lambda: engine.process()["restarts"] == 4)
-    waits = re.compile(r"ended with code 3 and is being started again in (\d+) s")
+    waits = re.compile(r"ended with code 3 and is being started again in [45]\d\d s")
     eventually(lambda: waits.search(engine.health().message or "") is not None)
-    assert int(waits.search(engine.health().message or "")[1]) > 400
 
 
 def test_stopping_ends_the_child_and_tells_the_open_requests(make) -> None:

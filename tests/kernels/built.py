@@ -6,6 +6,7 @@ from types import ModuleType
 
 import pytest
 
+from gnomon.config import resolve
 from gnomon.kernels import build
 
 SANITIZERS = {"": (), "address": ("-fsanitize=address", "-g", "-O1"), "thread": ("-fsanitize=thread", "-g", "-O1")}
@@ -22,7 +23,7 @@ def load_kernels() -> ModuleType:
     """The native kernels with every instruction set that this CPU can run, built once into the user's cache."""
     flags = SANITIZERS[os.environ.get("GNOMON_TEST_SANITIZER", "")]
     try:
-        return build.load(build.ensure(isas=all_isas(), flags=flags))
+        return build.load(build.ensure(resolve().kernel.kernel_cache, isas=all_isas(), flags=flags))
     except build.BuildError as e:
         if "compiling" in str(e) or "fail" in str(e):
             raise

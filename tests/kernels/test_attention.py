@@ -239,3 +239,22 @@ def test_the_reference_is_what_mlx_computes() -> None:
     for mask, sink in product((None, "causal", mx.random.normal((3, 9))), (None, sinks)):
         stock = mx.fast.scaled_dot_product_attention(q, k, v, scale=0.3, mask=mask, sinks=sink)
         assert mx.allclose(attention.reference(q, k, v, scale=0.3, mask=mask, sinks=sink), stock, atol=1e-5)
+
+
+def test_keys_are_added_up_in_the_order_that_is_told(extension: ModuleType) -> None:
+    q, k, v = (mx.random.normal((2, heads, n, 32), key=mx.random.key(n)) for heads, n in ((4, 3), (2, 150), (2, 150)))
+    seen = mx.arange(150)[None] > mx.array([[20], [90]])
+    for mask, kind in ((None, NONE), (seen[:, None, None], BOOLEAN)):
+        whole = extension.attention(q, k, v, 0.2, kind, mask, None, 0, None)
+        for start in (1, 75, 149):
+            # Slot s holds key (s - start) modulo 150; the second row lies elsewhere than the first.
+            order = (mx.arange(150)[None] + mx.array([[start], [start // 2]])) % 150
+            where = mx.argsort(order, axis=1)
+            ring = [mx.take_along_axis(a, where[:, None, :, None], axis=2) for a in (k, v)]
+            lying = None if mask is None else mx.take_along_axis(mask, where[:, None, None], axis=3)
+            turned = extension.attention(q, *ring, 0.2, kind, lying, None, 0, None, order)
+            assert np.array_equal(bits_of(turned), bits_of(whole))
+            if start != 75:
+                continue  # what the mask shows may lie together
+            asis = extension.attention(q, *ring, 0.2, kind, lying, None, 0, None)
+            assert not np.array_equal(bits_of(asis), bits_of(whole))

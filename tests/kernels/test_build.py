@@ -41,9 +41,20 @@ def fake_build(folder: Path) -> build.Build:
     return build.ensure(folder / "cache", compiler=fake_compiler(folder), flags=("-DTEST",))
 
 
-def test_no_compiler() -> None:
+def test_no_compiler(tmp_path: Path) -> None:
     with pytest.raises(build.BuildError, match="no C\\+\\+ compiler found"):
-        build.ensure(compiler="no-such-compiler")
+        build.ensure(tmp_path, compiler="no-such-compiler")
+
+
+def test_a_build_is_for_the_best_instruction_set_unless_more_are_asked_for(tmp_path: Path) -> None:
+    compiler = fake_compiler(tmp_path)
+    best = build.toolchain(compiler)
+    assert best.isas == build.cpu_isas()[:1]
+    every = build.toolchain(compiler, isas=[*build.cpu_isas(), "portable"])
+    assert set(build.compile_commands(every, tmp_path)) - set(build.compile_commands(best, tmp_path)) == {
+        f"isa_{name}" for name in (*build.cpu_isas()[1:], "portable")
+    }
+    assert every.key != best.key
 
 
 def test_a_failing_build_names_the_error_and_leaves_nothing(tmp_path: Path) -> None:
@@ -71,12 +82,13 @@ def test_a_read_only_cache(tmp_path: Path) -> None:
         build.ensure(tmp_path / "cache", compiler=fake_compiler(tmp_path))
 
 
+@pytest.mark.parametrize("policy", ["native", "auto"])
 def test_starting_falls_back_with_one_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    policy: native.Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(native, "_extension", None)
     with caplog.at_level(logging.WARNING):
-        kernels = native.start("native", cache=tmp_path / "cache", compiler=fake_compiler(tmp_path, fails=True))
+        kernels = native.start(policy, cache=tmp_path / "cache", compiler=fake_compiler(tmp_path, fails=True))
     assert not kernels.native
     assert not dispatch.thread.native
     assert "out of luck" in (kernels.reason or "")

@@ -1,7 +1,9 @@
 """Whole models on native kernels: fused layers against unfused ones to the bit, both against stock within a bound."""
 
 import importlib
-from collections.abc import Iterator
+import io
+import re
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -158,3 +160,43 @@ def test_a_fused_linear_with_bias_and_norm_after(kernels: ModuleType) -> None:
     plain = wide(x) @ wide(w).T + wide(bias)
     expected = plain / np.sqrt((plain**2).mean(-1, keepdims=True) + 1e-5) * wide(after) + wide(residual)
     assert np.abs(wide(y) - expected).max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("model_type", "classes"),
+    [
+        ("gemma2", {"NativeMLP"}),
+        ("gemma4", {"NativeMLP"}),
+        ("qwen3_moe", {"NativeAttention", "NativeSwiGLU"}),
+        ("mixtral", {"NativeSwiGLU"}),
+    ],
+)
+def test_gates_of_experts_and_gemmas_are_swapped(native: ModuleType, model_type: str, classes: set[str]) -> None:
+    model = make(model_type, "float32")
+    before = forward(model, TOKENS, (40,), step=False)
+    layers.swap(model, native)
+    # Gates may be shared with a model that was swapped before.
+    assert classes <= {type(module).__name__ for module in model.modules()}
+    # Outside steps nothing changed.
+    assert (bits_of(forward(model, TOKENS, (40,), step=False)) == bits_of(before)).all()
+    expected = {"GnomonGated" if "GLU" in name else "GnomonGatedMlp" for name in classes - {"NativeAttention"}}
+    assert expected <= primitives(lambda: model(TOKENS[:, :3]))
+
+
+def test_a_gate_of_gemma_experts_computes_what_it_did(native: ModuleType) -> None:
+    holder = nn.Module()
+    holder.gate = importlib.import_module("mlx_lm.models.gemma4_text").GeGLU()
+    up, gate = (mx.random.normal((3, 2, 1, 40), key=mx.random.key(k)) for k in (1, 2))
+    expected = wide(holder.gate(up, gate))
+    assert layers.swap(holder, native) == {"NativeGeGLU": 1}
+    with dispatch.step():
+        assert np.allclose(wide(holder.gate(up, gate)), expected, rtol=1e-5, atol=1e-6)
+    assert "GnomonGated" in primitives(lambda: holder.gate(up, gate))
+
+
+def primitives(outputs: Callable[[], mx.array]) -> set[str]:
+    """Names of the primitives in the graph that a step builds."""
+    text = io.StringIO()
+    with dispatch.step():
+        mx.export_to_dot(text, outputs())
+    return set(re.findall(r'label ?= ?"([A-Za-z]\w*)"[^\n]*shape ?= ?rectangle', text.getvalue()))

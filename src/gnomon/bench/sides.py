@@ -20,7 +20,7 @@ from gnomon.bench.schema import Work
 from gnomon.bench.synthetic import fill, probed
 from gnomon.bench.workload import ArmFailed, Measurement, Unsupported, Workload
 from gnomon.chat.tokenizer import Tokenizer
-from gnomon.config import EngineConfig, KernelConfig, resolve
+from gnomon.config import EngineConfig, KernelConfig
 from gnomon.engine.api import Delta, Event, Failed, Finished, Request, Sink
 from gnomon.engine.engine import Engine
 from gnomon.models.load import LoadedModel, load
@@ -276,13 +276,17 @@ class GnomonSide:
             tokenizer,
             config,
             kernels=kernels,
-            kernel_cache=resolve().paths.cache / "kernels",
             prime=self._prime,
         )
         self._engine.wait(LOAD_TIMEOUT)
         self._path = path
         self._sha = model_sha256
-        self.effective: dict[str, JsonValue] = {**asdict(config), **asdict(kernels)}
+        self.effective: dict[str, JsonValue] = {
+            **asdict(config),
+            **asdict(kernels),
+            "kernel_cache": str(kernels.kernel_cache),
+            "kernels": "native" if self._engine.model.tier == "Lab" else "stock",
+        }
 
     def measure(self, workload: Workload) -> Measurement:
         cell = workload.cell

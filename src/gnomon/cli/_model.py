@@ -88,7 +88,6 @@ def start(config: Config, found: Found, *, serving: bool = False) -> Loaded[Engi
             speculation=config.speculation,
             draft=draft_of(config),
             measurements=config.paths.cache,
-            kernel_cache=config.paths.cache / "kernels",
             cache=config.cache,
             kv=config.kv.scheme,
             tracer=tracer,

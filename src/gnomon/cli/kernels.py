@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from gnomon.cli._verbs import CommandError
-from gnomon.config import Config, KernelConfig, Paths
+from gnomon.config import Config, KernelConfig
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -15,12 +15,15 @@ if TYPE_CHECKING:
 
 NAME = "kernels"
 HELP = "build, list, verify and time the native CPU kernels"
-GROUPS = (KernelConfig, Paths)
+GROUPS = (KernelConfig,)
 ACTIONS = ("list", "build", "verify", "bench")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", nargs="?", choices=ACTIONS, default="list", help="what to do; list when left out")
+    parser.add_argument(
+        "--all", action="store_true", help="for all instruction sets of this CPU, not just the best one"
+    )
     parser.add_argument("--rebuild", action="store_true", help="build even if there is a build for this machine")
 
 
@@ -28,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     config: Config = args.config
     if args.action == "list":
         return _list(config)
-    extension, build = _load(config, args.rebuild and args.action == "build")
+    extension, build = _load(config, args.rebuild and args.action == "build", args.all)
     if args.action == "build":
         how = f"built in {build.seconds:.1f} s" if build.seconds else "found in the cache"
         print(f"{build.path} ({how}); instruction sets: {', '.join(extension.isas())}")
@@ -36,11 +39,12 @@ def run(args: argparse.Namespace) -> int:
     return _verify(extension) if args.action == "verify" else _bench(extension)
 
 
-def _load(config: Config, rebuild: bool) -> tuple[ModuleType, Build]:
+def _load(config: Config, rebuild: bool, all_isas: bool) -> tuple[ModuleType, Build]:
     from gnomon.kernels import build, native
 
     try:
-        made = build.ensure(config.paths.cache / "kernels", rebuild=rebuild, progress=print)
+        isas = build.cpu_isas() if all_isas else None
+        made = build.ensure(config.kernel.kernel_cache, isas=isas, rebuild=rebuild, progress=print)
         extension = build.load(made)
     except build.BuildError as e:
         raise CommandError(f"{e}\n{e.log}".rstrip()) from e
@@ -53,13 +57,13 @@ def _list(config: Config) -> int:
 
     try:
         tools = build.toolchain()
-        home = config.paths.cache / "kernels" / tools.key
+        home = config.kernel.kernel_cache / tools.key
         state = (
             f"built: {home}"
             if (home / "build.json").is_file()
             else "not built yet: `gnomon kernels build`, or the first start"
         )
-        print(f"compiler: {tools.compiler_version}\ninstruction sets: {', '.join(tools.isas)}\n{state}")
+        print(f"compiler: {tools.compiler_version}\ninstruction set: {', '.join(tools.isas)}\n{state}")
     except build.BuildError as e:
         print(f"not available here: {e}")
     print(f"threads: {config.kernel.threads or native.default_threads()}\n`--kernels auto` here means {native.AUTO}\n")

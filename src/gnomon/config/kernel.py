@@ -1,9 +1,13 @@
 """Which implementation of an operation runs."""
+# ruff: noqa: RUF009  (`option` returns a dataclass field)
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
+
+import platformdirs
 
 from gnomon.options import option
 
@@ -13,9 +17,14 @@ class KernelConfig:
     """Which implementation of an operation runs."""
 
     kernels: Literal["auto", "native", "stock"] = option(
-        "auto", "auto: what won on this platform; native: our own CPU kernels; stock: MLX's own operations"
+        "auto", "auto: native on a Linux CPU, else stock; native: our own CPU kernels; stock: MLX's own operations"
     )
     threads: int | None = option(None, "threads of the native CPU kernels; all fast cores, up to 16", low=1, high=1024)
+    kernel_cache: Path = option(
+        Path(platformdirs.user_cache_dir("gnomon", appauthor=False)) / "kernels",
+        "builds of the native CPU kernels; apart from --cache, so that all caches of a machine share them",
+        metavar="DIR",
+    )
     l1: bool = option(False, "equal to mlx-lm to the bit: stock operations only")
 
     @property

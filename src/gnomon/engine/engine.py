@@ -93,7 +93,6 @@ class Engine:
         prime: Callable[[BatchState], None] | None = None,
         tracer: Tracer = OFF,
         kernels: KernelConfig | None = None,
-        kernel_cache: Path | None = None,
         cache: CacheConfig | None = None,
         kv: KvScheme | None = None,
         saves: Store | None = None,
@@ -103,7 +102,6 @@ class Engine:
         self._identity = ""
         self.config = config or EngineConfig()
         self._kernel_config = kernels or KernelConfig(kernels="stock")
-        self._kernel_cache = kernel_cache
         self._kv = kv or KvScheme()
         self._kv_stats: dict[str, Any] = {}
         self._kernels = Kernels("stock", native=False)
@@ -438,7 +436,7 @@ class Engine:
         self._kernels = native.prepare(
             loaded.model,
             "stock" if wanted.stock else wanted.kernels,
-            cache=self._kernel_cache,
+            cache=wanted.kernel_cache,
             threads=wanted.threads,
         )
         binding = loaded.binding
@@ -449,7 +447,7 @@ class Engine:
             native.prepare(
                 draft.model,
                 "stock" if wanted.stock else wanted.kernels,
-                cache=self._kernel_cache,
+                cache=wanted.kernel_cache,
                 threads=wanted.threads,
             )
         budget = self._budget = budget_for(loaded, self.config.memory_budget, self._kv, draft)
@@ -547,7 +545,6 @@ def load(
     config: EngineConfig | None = None,
     *,
     kernels: KernelConfig | None = None,
-    kernel_cache: Path | None = None,
     cache: CacheConfig | None = None,
     speculation: SpeculationConfig | None = None,
     draft: Path | None = None,
@@ -560,9 +557,8 @@ def load(
 ) -> Engine:
     """Load the MLX model directory at `path` and start its engine. Raises what loading raises.
 
-    `kernels` None means stock operations; builds of native kernels are kept in `kernel_cache`, measured costs of steps in
-    `measurements`. `draft` is the directory of the model that drafts, `speculation.draft_model` unless given. `kv` None holds keys
-    and values plain. Running generations are kept in `saves`.
+    `kernels` None means stock operations. Measured costs of steps are kept in `measurements`. `draft` is the directory of the model
+    that drafts, `speculation.draft_model` unless given. `kv` None holds keys and values plain. Running generations are kept in `saves`.
 
     Stop the engine when done: it is a context manager.
     """
@@ -585,7 +581,6 @@ def load(
         measurements=measurements,
         on_failure=on_failure,
         kernels=kernels,
-        kernel_cache=kernel_cache,
         cache=cache,
         kv=kv,
         tracer=tracer,

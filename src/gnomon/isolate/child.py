@@ -11,6 +11,7 @@ from typing import Any
 from gnomon.engine.api import Engine, Event
 from gnomon.isolate.messages import (
     REPORT_SECONDS,
+    Call,
     Cancel,
     CloseSession,
     Compile,
@@ -70,20 +71,23 @@ def _answer(connection: Connection, engine: Engine, writer: Writer) -> None:
     def sink(event: Event) -> None:
         writer.send(Happened((event,)))
 
-    def apart(number: int, work: Callable[[], Any]) -> None:
-        threading.Thread(target=lambda: writer.send(_reply(number, work)), name="isolate-answer", daemon=True).start()
+    def answer_one(message: Compile | Call) -> None:
+        def work() -> Any:
+            if isinstance(message, Compile):
+                return tuple(engine.compile(message.constraint))
+            if message.name == "flush":
+                return engine.flush(message.argument)
+            return engine.close_session(message.argument)
+
+        writer.send(_reply(message.number, work))
 
     while True:
         match connection.recv():
             case Submit(number, request):
                 writer.send(_reply(number, lambda request=request: engine.submit(request, sink)))
-            case Compile(number, constraint):
-                # A large grammar takes seconds, and requests without one don't wait for it.
-                apart(number, lambda constraint=constraint: tuple(engine.compile(constraint)))
-            case Flush(number, timeout):
-                apart(number, lambda timeout=timeout: engine.flush(timeout))
-            case CloseSession(number, session):
-                apart(number, lambda session=session: engine.close_session(session))
+            case Compile() | Call() as message:
+                # A large grammar or a full queue of writes takes seconds, and requests don't wait for it.
+                threading.Thread(target=answer_one, args=(message,), name="isolate-call", daemon=True).start()
             case Cancel(request_id, answered):
                 engine.cancel(request_id, answered=answered)
             case Stop():

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, Literal
 
 from gnomon.chat.constraint import Constraint
 from gnomon.engine.api import Event, Health, ModelInfo, Request
@@ -36,15 +36,12 @@ class Compile:
 
 
 @dataclass(frozen=True, slots=True)
-class Flush:
-    number: int
-    timeout: float
+class Call:
+    """One of the engine's methods that a person waits for."""
 
-
-@dataclass(frozen=True, slots=True)
-class CloseSession:
     number: int
-    session: str
+    name: Literal["flush", "close_session"]
+    argument: Any
 
 
 @dataclass(frozen=True, slots=True)

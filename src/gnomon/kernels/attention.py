@@ -4,6 +4,7 @@ Contract of the native version
     q, k, v   [B, Hq, L, D], [B, Hk, S, D], [B, Hk, S, Dv] of one type (f32, f16, bf16), any strides, Hq a multiple of Hk
     mask      None, "causal", bool or of any of those types, broadcasting to [B, Hq, L, S]; or `lengths` and `window`, see `attention`
     sinks     [Hq] or None
+    order     None, or [B, S]: the order in which keys are added up (see `dispatch.walk`)
     result    q's type; a row that sees no key gives zeros (stock: NaN, or the mean of all values)
 
 Arithmetic: float32. A score is 16 partial sums over D in a fixed order; the sum of exponentials is 16 partial sums that start at the
@@ -21,7 +22,7 @@ from typing import Any
 import mlx.core as mx
 
 from gnomon.kernels.coded import View
-from gnomon.kernels.dispatch import Operation, thread, uncovered
+from gnomon.kernels.dispatch import Operation, order_of, thread, uncovered
 from gnomon.kernels.quantized_matmul import FLOATS
 
 NONE, CAUSAL, BOOLEAN, ADDITIVE = range(4)
@@ -98,12 +99,13 @@ def _make(stock: Callable[..., mx.array], extension: ModuleType) -> Callable[...
         if thread.active and not isinstance(k, View):
             why = why_not(q, k, v, mask, sinks)
             if why is None:
+                order = order_of(k)
                 if mask is None:
-                    return native(q, k, v, scale, NONE, None, None, 0, sinks, stream)
+                    return native(q, k, v, scale, NONE, None, None, 0, sinks, order, stream)
                 if isinstance(mask, str):
-                    return native(q, k, v, scale, CAUSAL, None, None, 0, sinks, stream)
+                    return native(q, k, v, scale, CAUSAL, None, None, 0, sinks, order, stream)
                 kind = BOOLEAN if mask.dtype == mx.bool_ else ADDITIVE
-                return native(q, k, v, scale, kind, mask, None, 0, sinks, stream)
+                return native(q, k, v, scale, kind, mask, None, 0, sinks, order, stream)
             uncovered("attention", why)
         return stock(q, k, v, scale=scale, mask=mask, sinks=sinks, force_fused=force_fused, stream=stream)
 

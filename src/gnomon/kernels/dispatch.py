@@ -25,6 +25,9 @@ class Thread(threading.local):
     native = False
     active = False
 
+    def __init__(self) -> None:
+        self.orders: dict[int, tuple[object, Any]] = {}
+
 
 thread = Thread()
 
@@ -49,11 +52,27 @@ def step() -> Generator[None]:
     finally:
         thread.depth = depth
         thread.active = active
+        thread.orders.clear()
 
 
 def in_step() -> bool:
     """Whether the calling thread is inside an engine step."""
     return thread.depth > 0
+
+
+def walk(keys: object, order: Any) -> None:
+    """Let attention over the array `keys` `[B, heads, S, dim]` add up its slots in the order `[B, S]` or `[1, S]`, until the step ends.
+
+    A ring of keys tells so where its oldest key is: the sum is then the same as if the keys lay from oldest to newest. Attention over
+    another array, and stock operations, take slots as they lie.
+    """
+    thread.orders[id(keys)] = keys, order
+
+
+def order_of(keys: object) -> Any:
+    """What `walk` was told of this very array, or None."""
+    found = thread.orders.get(id(keys))
+    return None if found is None else found[1]
 
 
 def uncovered(operation: str, why: str) -> None:

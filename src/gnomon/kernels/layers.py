@@ -6,6 +6,7 @@ made here. Inside a native step the subclass issues
     heads      norm, q, k, v projections, head norms, rotation       instead of about 14 operations
     project    output projection, norm after it, residual            instead of 3
     gated_mlp  norm, gate, up, activation, down, norm, residual      instead of 8
+    gated      activation and product between experts' projections   instead of 2
 
 with the same bits as the unfused kernels give: every step rounds to the activations' type. A layer whose submodules are not what was
 swapped (an adapter took a projection's place, weights were replaced) falls back to its own forward.
@@ -58,8 +59,14 @@ FAMILIES = (
     Family("qwen3_moe", "Attention", "MLP", None),
     Family("qwen3_next", None, "Qwen3NextMLP", None),
     Family("qwen3_5", mixer="GatedDeltaNet"),
+    Family("gemma2", mlp="MLP", activation=GELU_TANH),
+    Family("gemma4_text", mlp="MLP", activation=GELU_TANH),
     Family("gemma3_text", "Attention", "MLP", "TransformerBlock", None, GELU_TANH, "plus one", True),
 )
+
+
+GATES = (("switch_layers", "SwiGLU", SILU), ("gemma4_text", "GeGLU", GELU_TANH))
+"""Modules between the projections of experts, called with `(up, gate)`, and their activation."""
 
 
 class Stale(Exception):
@@ -394,6 +401,18 @@ def _linear_forward(own: Callable[..., mx.array]) -> Callable[..., mx.array]:
     return __call__
 
 
+def _gate_forward(activation: int) -> Callable[[Callable[..., mx.array]], Callable[..., mx.array]]:
+    def forward(own: Callable[..., mx.array]) -> Callable[..., mx.array]:
+        def __call__(self: Any, x: mx.array, gate: mx.array) -> mx.array:
+            if thread.active and x.dtype in FLOATS and x.dtype == gate.dtype and x.shape == gate.shape:
+                return self.fused.gated(gate, x, activation)
+            return own(self, x, gate)
+
+        return __call__
+
+    return forward
+
+
 def swap(model: nn.Module, extension: ModuleType) -> dict[str, int]:
     """Swap what is known in `model`, in place, and return how many layers of each class were. Swapping again changes nothing."""
     found: dict[str, int] = {}
@@ -426,6 +445,14 @@ def swap(model: nn.Module, extension: ModuleType) -> dict[str, int]:
             if fused is not None:
                 _become(layer, fused, forward)
                 count(layer)
+    gates = {
+        getattr(importlib.import_module(f"mlx_lm.models.{module}"), name): activation
+        for module, name, activation in GATES
+    }
+    for layer in modules:
+        if type(layer) in gates:
+            _become(layer, extension, _gate_forward(gates[type(layer)]))
+            count(layer)
     for layer in modules:
         if type(layer) in (nn.Linear, nn.QuantizedLinear) and Linear.covers(layer):
             _become(layer, Linear(layer, extension), _linear_forward)

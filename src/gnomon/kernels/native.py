@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -20,8 +21,8 @@ from gnomon.kernels import build, dispatch, layers, operations
 log = logging.getLogger(__name__)
 
 Policy = Literal["auto", "native", "stock"]
-AUTO: Literal["native", "stock"] = "stock"
-"""What `auto` means on this platform; a path becomes the default only where it won a paired comparison."""
+AUTO: Literal["native", "stock"] = "native" if sys.platform == "linux" else "stock"
+"""What `auto` means on this platform's CPU; a path becomes the default only where it won a paired comparison."""
 
 MOST_DEFAULT_THREADS = 16
 
@@ -41,14 +42,14 @@ class Kernels:
     """How many layers of each class were swapped for fused ones."""
 
     @property
-    def identity(self) -> str:
-        """Whose operations run: others give other bits."""
-        return f"native {self.isa} {self.path.parent.name}" if self.native and self.path is not None else "stock"
-
-    @property
     def name(self) -> str:
         """What runs, as far as speed depends on it."""
         return f"native {self.isa} x{self.threads}" if self.native else "stock"
+
+    @property
+    def identity(self) -> str:
+        """Whose operations run: others give other bits."""
+        return f"native {self.isa} {self.path.parent.name}" if self.native and self.path is not None else "stock"
 
     def stats(self) -> Mapping[str, Any]:
         """For `/stats`, as plain JSON values."""
@@ -72,7 +73,7 @@ _build: build.Build | None = None
 def start(
     policy: Policy = "auto",
     *,
-    cache: Path | None = None,
+    cache: Path,
     threads: int | None = None,
     isa: str = "auto",
     compiler: str | None = None,
@@ -80,8 +81,8 @@ def start(
 ) -> Kernels:
     """Prepare what `policy` asks for and let the calling thread's steps take it.
 
-    Builds on first use. A machine on which that fails gets one warning and stock operations. Threads and instruction set are the
-    process's: the last engine to start decides. Raises ValueError for threads or an instruction set that can't be.
+    Builds on first use, into `cache`. A machine on which that fails gets one warning and stock operations. Threads and
+    instruction set are the process's: the last engine to start decides. Raises ValueError for threads or an instruction set that can't be.
     """
     wanted = AUTO if policy == "auto" else policy
     if wanted == "stock" or mx.default_device() != mx.Device(mx.cpu):
@@ -109,7 +110,7 @@ def prepare(
     model: nn.Module,
     policy: Policy = "auto",
     *,
-    cache: Path | None = None,
+    cache: Path,
     threads: int | None = None,
     progress: Callable[[str], None] = log.warning,
 ) -> Kernels:
@@ -121,7 +122,7 @@ def prepare(
     return replace(kernels, layers=layers.swap(model, extension))
 
 
-def _load(cache: Path | None, compiler: str | None, progress: Callable[[str], None]) -> tuple[ModuleType, build.Build]:
+def _load(cache: Path, compiler: str | None, progress: Callable[[str], None]) -> tuple[ModuleType, build.Build]:
     global _extension, _build
     with _lock:
         if _extension is None or _build is None:

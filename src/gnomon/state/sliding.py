@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import mlx.core as mx
 from mlx_lm.models.cache import RotatingKVCache
 
+from gnomon.kernels import dispatch
 from gnomon.state.buffer import RowBuffer, copied, round_slots
 from gnomon.state.layer import LayerState
 from gnomon.state.rows import Rows
@@ -24,7 +25,8 @@ class SlidingLayer(LayerState):
     own queries, or those after taking tokens back, still need. A longer window (prompts prefilled together) attends to the ring and
     the new keys side by side, and the ring is rebuilt when it commits.
 
-    The ring sums in another order than mlx-lm's layout, so a batch agrees with lone rows up to rounding. `_phase[b]` remembers where row
+    The ring lies in another order than mlx-lm's layout, so with stock operations a batch agrees with lone rows up to rounding; native ones
+    are told of the order. `_phase[b]` remembers where row
     `b` stood in mlx-lm's layout (position `p` at slot `(p - phase) % window`): a row that is alone again continues in the very layout that
     it would have had if it had never shared.
     """
@@ -81,7 +83,8 @@ class SlidingLayer(LayerState):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append `[B, heads, width, dim]`; returns the keys and values that `make_mask` describes."""
         if self._lone is not None:
-            return cast(KeysValues, self._lone.update_and_fetch(keys, values))
+            found = cast(KeysValues, self._lone.update_and_fetch(keys, values))
+            return self._walked(found, self._order_alone)
         rows, buffer = self.rows, self._buffer
         if self._is_long:
             if buffer.keys is not None:
@@ -89,7 +92,7 @@ class SlidingLayer(LayerState):
                 keys = mx.concatenate([old_keys, keys], axis=2)
                 values = mx.concatenate([old_values, values], axis=2)
             self._joint = keys, values
-            return self._joint
+            return self._walked(self._joint, self._order_joint)
         end = min(rows.end, self.ring)
         if end > buffer.slots:
             buffer.reserve(min(round_slots(max(end, buffer.slots * 5 // 4)), self.ring), keys, values)
@@ -99,10 +102,41 @@ class SlidingLayer(LayerState):
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """What the last append returned, for layers that share this one's keys."""
         if self._lone is not None:
-            return cast(KeysValues, self._lone.keys_and_values())
+            return self._walked(cast(KeysValues, self._lone.keys_and_values()), self._order_alone)
         if self._joint is not None:
-            return self._joint
-        return self._buffer.view(self.rows.num_rows, min(self.rows.end, self.ring))
+            return self._walked(self._joint, self._order_joint)
+        return self._walked(self._buffer.view(self.rows.num_rows, min(self.rows.end, self.ring)), self._order_ring)
+
+    def _walked(self, found: KeysValues, order: Callable[[], mx.array | None]) -> KeysValues:
+        """`found`, of which native attention knows that it is to add up from the oldest key to the newest: so its sums don't depend on
+        where in the ring a row stands."""
+        if dispatch.thread.active and (slots := order()) is not None:
+            dispatch.walk(found[0], slots)
+        return found
+
+    def _order_alone(self) -> mx.array | None:
+        if self._lone is None or self._lone.keys is None:
+            return None
+        keys, _, offset, _, window, index = _parts(self._lone)
+        if keys.shape[2] != window or offset < window or index % window == 0:
+            return None
+        slots = mx.arange(window, dtype=mx.int32)
+        return self.rows.memo(("lone order", window, index), lambda: ((slots + index) % window)[None])
+
+    def _order_ring(self) -> mx.array | None:
+        rows, ring = self.rows, self.ring
+        if rows.end <= ring:
+            return None
+        slots = mx.arange(ring, dtype=mx.int32)
+        return rows.memo(("ring order", ring), lambda: (rows.offsets[:, None] + rows.width + slots[None]) % ring)
+
+    def _order_joint(self) -> mx.array:
+        def make() -> mx.array:
+            # Slots that hold nothing come first, so that no gap is between those that do.
+            held = mx.concatenate([self._held(self.rows.offsets, self._used), self.rows.positions], axis=1)
+            return mx.argsort(held, axis=1).astype(mx.int32)
+
+        return self.rows.memo(("joint order", self.ring, self._used), make)
 
     def make_mask(
         self, width: int, return_array: bool = False, window_size: int | None = None

@@ -26,6 +26,8 @@ struct Job {
   Type mask_type = F32;
   int64_t mb = 0, mh = 0, mq = 0, mk = 0;
   const int32_t* starts = nullptr;
+  const int32_t* order = nullptr;  // [batch, keys], else keys are walked as they lie
+  int slot(int b, int c) const { return order ? order[static_cast<int64_t>(b) * keys + c] : c; }
   const char* sinks = nullptr;
   Type sink_type = F32;
   char* out;
@@ -52,7 +54,7 @@ Range visible(const Job& j, int b, int h, int i, float* added) {
   const Table& t = table();
   for (int c = 0; c < j.keys; c++) {
     float m;
-    const int64_t o = from + c * j.mk;
+    const int64_t o = from + j.slot(b, c) * j.mk;
     if (j.kind == MASK_BOOLEAN) m = reinterpret_cast<const bool*>(j.mask)[o] ? 0.0f : -INFINITY;
     else if (j.mask_type == F32) m = reinterpret_cast<const float*>(j.mask)[o];
     else t.to_f32(j.mask + o * 2, j.mask_type, 1, &m);
@@ -65,15 +67,17 @@ Range visible(const Job& j, int b, int h, int i, float* added) {
   return low < high ? Range{low, high} : Range{0, 0};
 }
 
-const float* block_of(const Table& t, const Head& x, int b, int h, int from, int some, int d, int dp, float* room, int64_t& pitch) {
-  if (x.direct(d)) {
+const float* block_of(const Job& j, const Table& t, const Head& x, int b, int h, int from, int some, int d, int dp, float* room, int64_t& pitch) {
+  bool together = true;
+  for (int i = 1; j.order && together && i < some; i++) together = j.slot(b, from + i) == j.slot(b, from) + i;
+  if (together && x.direct(d)) {
     pitch = x.position;
-    return reinterpret_cast<const float*>(x.at(b, h, from));
+    return reinterpret_cast<const float*>(x.at(b, h, j.slot(b, from)));
   }
   pitch = dp;
   for (int i = 0; i < some; i++) {
     float* to = room + static_cast<size_t>(i) * dp;
-    const float* row = widen(t, x.at(b, h, from + i), x.type, x.step, d, to);
+    const float* row = widen(t, x.at(b, h, j.slot(b, from + i)), x.type, x.step, d, to);
     if (row != to) std::memcpy(to, row, static_cast<size_t>(d) * 4);
     for (int c = d; c < dp; c++) to[c] = 0;
   }
@@ -111,7 +115,7 @@ void rows_of_group(const Job& j, int b, int hk, int t0, int t1) {
     while (last > first && (range[last - 1].high <= k0 || range[last - 1].low >= k0 + some)) last--;
     if (first == last) continue;
     int64_t pitch;
-    const float* keys = block_of(t, j.k, b, hk, k0, some, j.d, dp, room, pitch);
+    const float* keys = block_of(j, t, j.k, b, hk, k0, some, j.d, dp, room, pitch);
     t.scores(q + static_cast<size_t>(first) * dp, dp, last - first, keys, pitch, some, dp, j.scale, s + first * lds + k0, lds);
   }
   float inverse[MOST_QUERIES];
@@ -146,7 +150,7 @@ void rows_of_group(const Job& j, int b, int hk, int t0, int t1) {
       }
       int same = 1;  // rows beside it that see the same part of the block
       while (r + same < rows && std::max(range[r + same].low, k0) == l && std::min(range[r + same].high, k0 + some) == h) same++;
-      if (!values) values = block_of(t, j.v, b, hk, k0, some, j.dv, dvp, room, pitch);
+      if (!values) values = block_of(j, t, j.v, b, hk, k0, some, j.dv, dvp, room, pitch);
       t.weigh(s + r * lds + l, lds, same, values + (l - k0) * pitch, pitch, h - l, dvp, o + static_cast<size_t>(r) * dvp, dvp);
       r += same;
     }
@@ -182,13 +186,14 @@ void run(const Job& j) {
 
 class Attention : public Native {
  public:
-  Attention(mx::Stream s, float scale, int kind, int window, bool starts, bool sinks) : Native(s), scale_(scale), kind_(kind), window_(window), starts_(starts), sinks_(sinks) {}
+  Attention(mx::Stream s, float scale, int kind, int window, bool starts, bool sinks, bool order)
+      : Native(s), scale_(scale), kind_(kind), window_(window), starts_(starts), sinks_(sinks), order_(order) {}
   const char* name() const override { return "GnomonAttention"; }
   bool is_equivalent(const mx::Primitive& o) const override {
     auto& a = static_cast<const Attention&>(o);
-    return a.scale_ == scale_ && a.kind_ == kind_ && a.window_ == window_ && a.starts_ == starts_ && a.sinks_ == sinks_;
+    return a.scale_ == scale_ && a.kind_ == kind_ && a.window_ == window_ && a.starts_ == starts_ && a.sinks_ == sinks_ && a.order_ == order_;
   }
-  // inputs: q, k, v, then mask, starts, sinks where there are
+  // inputs: q, k, v, then mask, starts, sinks, order where there are
   void eval_cpu(const std::vector<mx::array>& in, mx::array& out) override {
     const auto &q = in[0], &k = in[1], &v = in[2];
     // Positions outside heads: what follows is transpose(0, 2, 1, 3) and a reshape, which then copy nothing.
@@ -200,7 +205,7 @@ class Attention : public Native {
     if (out.size() == 0) return;
     Job j{Head(q), Head(k), Head(v), q.shape(0), q.shape(1), k.shape(1), q.shape(2), k.shape(2), q.shape(3), v.shape(3), scale_, kind_, window_};
     size_t next = 3;
-    std::optional<Packed> starts, sinks;
+    std::optional<Packed> starts, sinks, order;
     if (kind_ >= MASK_BOOLEAN) {
       const auto& m = in[next++];
       j.mask = m.data<char>();
@@ -209,11 +214,13 @@ class Attention : public Native {
     }
     if (starts_) starts.emplace(in[next++]);
     if (sinks_) j.sink_type = type_of(in[next].dtype()), sinks.emplace(in[next++]);
+    if (order_) order.emplace(in[next++]);
     j.out = out.data<char>();
     j.out_type = type_of(out.dtype());
-    dispatch(stream(), [j, starts = std::move(starts), sinks = std::move(sinks)]() mutable {
+    dispatch(name(), stream(), [j, starts = std::move(starts), sinks = std::move(sinks), order = std::move(order)]() mutable {
       if (starts) j.starts = reinterpret_cast<const int32_t*>(starts->data());
       if (sinks) j.sinks = sinks->data();
+      if (order) j.order = reinterpret_cast<const int32_t*>(order->data());
       run(j);
     });
   }
@@ -221,19 +228,21 @@ class Attention : public Native {
  private:
   float scale_;
   int kind_, window_;
-  bool starts_, sinks_;
+  bool starts_, sinks_, order_;
 };
 }  // namespace
 
 mx::array attention(const mx::array& q, const mx::array& k, const mx::array& v, float scale, int kind, const std::optional<mx::array>& mask,
-                    const std::optional<mx::array>& starts, int window, const std::optional<mx::array>& sinks, mx::StreamOrDevice s) {
+                    const std::optional<mx::array>& starts, int window, const std::optional<mx::array>& sinks, const std::optional<mx::array>& order,
+                    mx::StreamOrDevice s) {
   auto stream = mx::to_stream(s);
   std::vector<mx::array> in{q, k, v};
   if (kind >= MASK_BOOLEAN) in.push_back(mx::broadcast_to(*mask, {q.shape(0), q.shape(1), q.shape(2), k.shape(2)}, stream));
   if (starts) in.push_back(mx::astype(*starts, mx::int32, stream));
   if (sinks) in.push_back(*sinks);
+  if (order) in.push_back(mx::astype(mx::broadcast_to(*order, {q.shape(0), k.shape(2)}, stream), mx::int32, stream));
   auto shape = q.shape();
   shape.back() = v.shape(-1);
-  return mx::array(std::move(shape), q.dtype(), std::make_shared<Attention>(stream, scale, kind, window, starts.has_value(), sinks.has_value()), std::move(in));
+  return mx::array(std::move(shape), q.dtype(), std::make_shared<Attention>(stream, scale, kind, window, starts.has_value(), sinks.has_value(), order.has_value()), std::move(in));
 }
 }  // namespace gnomon

@@ -1,4 +1,5 @@
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/variant.h>
@@ -20,6 +21,7 @@ NB_MODULE(gnomon_kernels, m) {
   m.def("set_isa", &gnomon::set_isa, "name"_a);
   m.def("threads", &gnomon::threads);
   m.def("set_threads", &gnomon::set_threads, "n"_a);
+  m.def("set_profile", &gnomon::set_profile, "on"_a);
   m.def("set_spin", &gnomon::set_spin, "microseconds"_a);
   m.def("quantized_matmul", &gnomon::quantized_matmul, "x"_a, "w"_a, "scales"_a, "biases"_a, "group"_a, "bits"_a, "stream"_a = nb::none());
   m.def("gather_qmm", &gnomon::gather_qmm, "x"_a, "w"_a, "scales"_a, "biases"_a, "lhs"_a.none(), "rhs"_a, "group"_a, "bits"_a, "stream"_a = nb::none());
@@ -33,7 +35,7 @@ NB_MODULE(gnomon_kernels, m) {
   m.def("logsumexp", &gnomon::logsumexp, "x"_a, "keepdims"_a, "stream"_a = nb::none());
   m.def("argmax", &gnomon::argmax, "x"_a, "keepdims"_a, "stream"_a = nb::none());
   m.def("rope", &gnomon::rope, "x"_a, "dims"_a, "traditional"_a, "base"_a.none(), "scale"_a, "offset"_a, "freqs"_a.none(), "stream"_a = nb::none());
-  m.def("attention", &gnomon::attention, "q"_a, "k"_a, "v"_a, "scale"_a, "kind"_a, "mask"_a.none(), "starts"_a.none(), "window"_a, "sinks"_a.none(), "stream"_a = nb::none());
+  m.def("attention", &gnomon::attention, "q"_a, "k"_a, "v"_a, "scale"_a, "kind"_a, "mask"_a.none(), "starts"_a.none(), "window"_a, "sinks"_a.none(), "order"_a.none() = nb::none(), "stream"_a = nb::none());
 
   m.def("gated_delta", &gnomon::gated_delta, "q"_a, "k"_a, "v"_a, "g"_a, "beta"_a, "state"_a, "mask"_a.none(), "stream"_a = nb::none());
   m.def("short_convolution", &gnomon::short_convolution, "x"_a, "w"_a, "silu"_a, "stream"_a = nb::none());

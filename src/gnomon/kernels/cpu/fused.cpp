@@ -102,7 +102,7 @@ class Heads : public mx::Primitive {
     if (in[0].size() == 0) return;
     const int d = out[0].shape(3);
     const int64_t length = in[0].shape(1);
-    dispatch(stream(), [w, form = form_, d, length] {
+    dispatch(name(), stream(), [w, form = form_, d, length] {
       const Table& t = table();
       std::vector<float> room;
       const Rows x = normalised(t, w->x, w->norm, w->type, room);
@@ -167,7 +167,7 @@ class Project : public Native {
     if (norm_) w->norm.emplace(in[next++], eps_);
     if (residual_) w->residual.emplace(in[next++]);
     w->operands.emplace(p_, in, next);
-    dispatch(stream(), [w, to = out.data<char>(), type = type_of(out.dtype())] {
+    dispatch(name(), stream(), [w, to = out.data<char>(), type = type_of(out.dtype())] {
       std::vector<Product> products;
       products.push_back({w->operands->weights(), w->operands->n, to, type, w->operands->n});
       products.back().bias = w->operands->bias();
@@ -200,7 +200,7 @@ class GatedMlp : public Native {
     if (before_) w->before.emplace(in[next++], before_eps_);
     if (after_) w->after.emplace(in[next++], after_eps_);
     for (auto& p : p_) w->operands.emplace_back(p, in, next);
-    dispatch(stream(), [w, to = out.data<char>(), type = type_of(out.dtype()), activation = activation_, residual = residual_] {
+    dispatch(name(), stream(), [w, to = out.data<char>(), type = type_of(out.dtype()), activation = activation_, residual = residual_] {
       const Table& t = table();
       std::vector<float> room;
       const Rows x = normalised(t, w->x, w->before, type, room);

@@ -152,7 +152,7 @@ class QuantizedMatmul : public Native {
   void eval_cpu(const std::vector<mx::array>& in, mx::array& out) override {
     allocate(out);
     if (out.size() == 0) return;
-    dispatch(stream(), [x = Rows(in[0]), w = Packed(in[1]), s = Packed(in[2]), b = Packed(in[3]), n = in[1].shape(0), group = group_, bits = bits_,
+    dispatch(name(), stream(), [x = Rows(in[0]), w = Packed(in[1]), s = Packed(in[2]), b = Packed(in[3]), n = in[1].shape(0), group = group_, bits = bits_,
                         st = type_of(in[2].dtype()), to = out.data<char>(), ot = type_of(out.dtype())]() mutable {
       std::vector<Product> products;
       products.push_back({quantised(w.data(), s.data(), b.data(), x.width, group, bits, st), n, to, ot, n});
@@ -196,7 +196,7 @@ class GatherQmm : public Native {
   void eval_cpu(const std::vector<mx::array>& in, mx::array& out) override {
     allocate(out);
     if (out.size() == 0) return;
-    dispatch(stream(), [x = Rows(in[0]), w = Packed(in[1]), s = Packed(in[2]), b = Packed(in[3]), lhs = Packed(in[4]), rhs = Packed(in[5]),
+    dispatch(name(), stream(), [x = Rows(in[0]), w = Packed(in[1]), s = Packed(in[2]), b = Packed(in[3]), lhs = Packed(in[4]), rhs = Packed(in[5]),
                         pairs = static_cast<int64_t>(in[5].size()), m = in[0].shape(-2), experts = in[1].shape(0), n = in[1].shape(1), group = group_, bits = bits_,
                         st = type_of(in[2].dtype()), to = out.data<char>(), ot = type_of(out.dtype())]() mutable {
       const int64_t row_bytes = static_cast<int64_t>(x.width) * bits / 8, scale_row = static_cast<int64_t>(x.width / group) * static_cast<int64_t>(type_size(st));
@@ -223,7 +223,7 @@ class GatherMm : public Native {
     const auto& b = in[1];
     const int experts = b.shape(0), k = b.shape(1), n = b.shape(2);
     const bool straight = b.strides(1) == 1 && b.strides(2) >= k;
-    dispatch(stream(), [x = Rows(in[0]), b, straight, lhs = Packed(in[2]), rhs = Packed(in[3]), pairs = static_cast<int64_t>(in[3].size()), m = in[0].shape(-2), experts, k, n,
+    dispatch(name(), stream(), [x = Rows(in[0]), b, straight, lhs = Packed(in[2]), rhs = Packed(in[3]), pairs = static_cast<int64_t>(in[3].size()), m = in[0].shape(-2), experts, k, n,
                         to = out.data<char>(), ot = type_of(out.dtype())]() mutable {
       const Type wt = type_of(b.dtype());
       const int64_t size = static_cast<int64_t>(type_size(wt));
@@ -259,7 +259,7 @@ class QuantizedEmbedding : public Native {
   void eval_cpu(const std::vector<mx::array>& in, mx::array& out) override {
     allocate(out);
     if (out.size() == 0) return;
-    dispatch(stream(), [ids = Packed(in[0]), w = Packed(in[1]), s = Packed(in[2]), b = Packed(in[3]), count = static_cast<int64_t>(in[0].size()), n = in[1].shape(0),
+    dispatch(name(), stream(), [ids = Packed(in[0]), w = Packed(in[1]), s = Packed(in[2]), b = Packed(in[3]), count = static_cast<int64_t>(in[0].size()), n = in[1].shape(0),
                         k = out.shape(-1), group = group_, bits = bits_, st = type_of(in[2].dtype()), to = out.data<char>()]() mutable {
       const Table& t = table();
       auto* id = reinterpret_cast<const int32_t*>(ids.data());
@@ -292,7 +292,7 @@ class DenseMatmul : public Native {
     allocate(out);
     if (out.size() == 0) return;
     const bool straight = in[1].strides(1) == 1 && in[1].strides(0) >= in[1].shape(1);
-    dispatch(stream(), [x = Rows(in[0]), w = Packed(in[1]), in_place = straight ? in[1].data<char>() : nullptr, pitch = straight ? in[1].strides(0) : in[1].shape(1),
+    dispatch(name(), stream(), [x = Rows(in[0]), w = Packed(in[1]), in_place = straight ? in[1].data<char>() : nullptr, pitch = straight ? in[1].strides(0) : in[1].shape(1),
                         n = in[1].shape(0), wt = type_of(in[1].dtype()), to = out.data<char>(), ot = type_of(out.dtype())]() mutable {
       Weights weights{reinterpret_cast<const uint8_t*>(in_place ? in_place : w.data()), nullptr, nullptr, static_cast<int64_t>(pitch * type_size(wt)), x.width, BLOCK,
                       wt == F32 ? D_F32 : wt == F16 ? D_F16 : D_BF16, F32};

@@ -19,7 +19,7 @@ class GatedDelta : public mx::Primitive {
     if (masked_) mask.emplace(in[6]);
     // g has one number per head, or one per column of the state
     const bool each = in[3].ndim() == 4;
-    dispatch(stream(), [q = Rows(in[0]), k = Rows(in[1]), v = Rows(in[2]), g = Packed(in[3]), beta = Packed(in[4]), beta_type = type_of(in[4].dtype()), state = Rows(in[5]),
+    dispatch(name(), stream(), [q = Rows(in[0]), k = Rows(in[1]), v = Rows(in[2]), g = Packed(in[3]), beta = Packed(in[4]), beta_type = type_of(in[4].dtype()), state = Rows(in[5]),
                         mask = std::move(mask), each, batch, tokens, k_heads, dk, v_heads, dv, y = out[0].data<char>(), yt = type_of(out[0].dtype()), to = out[1].data<char>(),
                         st = type_of(out[1].dtype())]() mutable {
       const Table& t = table();
@@ -76,7 +76,7 @@ class ShortConvolution : public Native {
   void eval_cpu(const std::vector<mx::array>& in, mx::array& out) override {
     allocate(out);
     if (out.size() == 0) return;
-    dispatch(stream(), [x = Rows(in[0]), w = Packed(in[1]), wt = type_of(in[1].dtype()), taps = in[1].shape(1), length = in[0].shape(1), tokens = out.shape(1), batch = out.shape(0),
+    dispatch(name(), stream(), [x = Rows(in[0]), w = Packed(in[1]), wt = type_of(in[1].dtype()), taps = in[1].shape(1), length = in[0].shape(1), tokens = out.shape(1), batch = out.shape(0),
                         silu = silu_, to = out.data<char>(), ot = type_of(out.dtype())]() mutable {
       const Table& t = table();
       const int c = x.width;

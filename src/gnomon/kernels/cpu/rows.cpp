@@ -21,7 +21,7 @@ class Norm : public Native {
     Type wt = F32, bt = F32;
     if (weighted_) w.emplace(in[1]), wt = type_of(in[1].dtype());
     if (biased_) b.emplace(in[weighted_ ? 2 : 1]), bt = type_of(in[weighted_ ? 2 : 1].dtype());
-    dispatch(stream(), [x = Rows(in[0]), w = std::move(w), b = std::move(b), wt, bt, eps = eps_, centred = centred_, to = out.data<char>(), ot = type_of(out.dtype())]() mutable {
+    dispatch(name(), stream(), [x = Rows(in[0]), w = std::move(w), b = std::move(b), wt, bt, eps = eps_, centred = centred_, to = out.data<char>(), ot = type_of(out.dtype())]() mutable {
       const Table& t = table();
       const int n = x.width, np = (n + 63) / 16 * 16;
       float* shared = scratch<0>(2 * np);
@@ -54,7 +54,7 @@ class Gated : public Native {
   void eval_cpu(const std::vector<mx::array>& in, mx::array& out) override {
     allocate(out);
     if (out.size() == 0) return;
-    dispatch(stream(), [g = Rows(in[0]), u = Rows(in[1]), a = activation_, to = out.data<char>(), ot = type_of(out.dtype())] {
+    dispatch(name(), stream(), [g = Rows(in[0]), u = Rows(in[1]), a = activation_, to = out.data<char>(), ot = type_of(out.dtype())] {
       const Table& t = table();
       const int n = g.width, np = (n + 63) / 16 * 16;
       split(g.count, g.count * n * 8, [&](int64_t from, int64_t end) {
@@ -83,7 +83,7 @@ class Reduce : public Native {
     allocate(out);
     if (out.size() == 0) return;
     const Type ot = kind_ == ARGMAX ? F32 : type_of(out.dtype());
-    dispatch(stream(), [x = Rows(in[0]), kind = kind_, to = out.data<char>(), ot] {
+    dispatch(name(), stream(), [x = Rows(in[0]), kind = kind_, to = out.data<char>(), ot] {
       const Table& t = table();
       const int n = x.width, np = (n + 63) / 16 * 16;
       split(x.count, x.count * n * 4, [&](int64_t from, int64_t end) {
@@ -134,7 +134,7 @@ class Rope : public Native {
     if (out.size() == 0) return;
     std::optional<Packed> freqs;
     if (in.size() > 2) freqs.emplace(in[2]);
-    dispatch(stream(), [x = Rows(in[0]), offsets = Packed(in[1]), num_offsets = static_cast<int64_t>(in[1].size()), freqs = std::move(freqs), dims = dims_, traditional = traditional_,
+    dispatch(name(), stream(), [x = Rows(in[0]), offsets = Packed(in[1]), num_offsets = static_cast<int64_t>(in[1].size()), freqs = std::move(freqs), dims = dims_, traditional = traditional_,
                         base = base_, scale = scale_, to = out.data<char>()]() mutable {
       const Table& t = table();
       auto* off = reinterpret_cast<const int32_t*>(offsets.data());

@@ -1,4 +1,5 @@
 #include "runtime.h"
+#include <time.h>
 #include <unistd.h>
 
 namespace gnomon {
@@ -29,6 +30,9 @@ std::shared_ptr<Pool> the_pool;
 pid_t pool_owner = 0;
 int wanted_threads = 1;
 int wanted_spin = 20;
+std::atomic<bool> profile{false};
+std::mutex profile_lock;
+std::map<std::string, double> seconds_of;
 
 void renew() {
   // Workers don't survive a fork; a child must not join the parent's, so it lets that pool be.
@@ -48,6 +52,22 @@ const Table& table() {
   }
   return *t;
 }
+bool profiling() { return profile.load(std::memory_order_relaxed); }
+double cpu_seconds() {
+  timespec t;
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+  return static_cast<double>(t.tv_sec) + 1e-9 * static_cast<double>(t.tv_nsec);
+}
+void add_seconds(const char* name, double seconds) {
+  std::lock_guard<std::mutex> l(profile_lock);
+  seconds_of[name] += seconds;
+}
+std::map<std::string, double> set_profile(bool on) {
+  std::lock_guard<std::mutex> l(profile_lock);
+  profile.store(on);
+  return std::exchange(seconds_of, {});
+}
+
 std::string isa() { return table().name; }
 std::vector<std::string> isas() {
   std::vector<std::string> names;

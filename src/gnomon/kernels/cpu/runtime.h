@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <memory>
 #include <new>
 #include <stdexcept>
@@ -127,7 +128,24 @@ template <class F> void split(int64_t n, int64_t work, F&& f) {
   workers->run(static_cast<int>(parts), [&](int i) { f(n * i / parts, n * (i + 1) / parts); });
 }
 
-template <class F> void dispatch(mx::Stream stream, F&& f) { mx::cpu::get_command_encoder(stream).dispatch(std::forward<F>(f)); }
+// While profiling is on, the evaluating thread's CPU seconds are summed by primitive. set_profile returns what was summed so far and starts anew.
+bool profiling();
+double cpu_seconds();
+void add_seconds(const char* name, double seconds);
+std::map<std::string, double> set_profile(bool on);
+
+template <class F> void dispatch(const char* name, mx::Stream stream, F&& f) {
+  auto& encoder = mx::cpu::get_command_encoder(stream);
+  if (!profiling()) {
+    encoder.dispatch(std::forward<F>(f));
+    return;
+  }
+  encoder.dispatch([name, f = std::forward<F>(f)]() mutable {
+    const double begun = cpu_seconds();
+    f();
+    add_seconds(name, cpu_seconds() - begun);
+  });
+}
 
 inline void allocate(mx::array& out) { out.set_data(mx::allocator::malloc(out.nbytes())); }
 
