@@ -39,9 +39,7 @@ from gnomon.engine.api import (
 from gnomon.isolate.messages import (
     Call,
     Cancel,
-    CloseSession,
     Compile,
-    Flush,
     Happened,
     Ready,
     Reply,
@@ -233,26 +231,6 @@ class IsolatedEngine:
                 ticket.cancelled = True
                 child.writer.send(Cancel(request_id, answered))
         _tell(ended)
-
-    def flush(self, timeout: float) -> FlushReport:
-        """Have the child write every state that only its memory holds; nothing is durable while there is none, or it doesn't answer."""
-        return self._answered(Flush, timeout, timeout + self._patience.submit) or FlushReport(False)
-
-    def close_session(self, session: str) -> bool:
-        """Hold on to a session's states no longer; False if the child knows none, or there is no child."""
-        return bool(self._answered(CloseSession, session, self._patience.submit))
-
-    def _answered(self, kind: type[Flush | CloseSession], what: Any, seconds: float) -> Any:
-        """What the child says to this; None if it says nothing in time."""
-        with self._lock:
-            child = self._child
-            if child is None:
-                return None
-            reply = self._ask(child, kind, what)
-        try:
-            return reply.result(seconds)
-        except (FutureTimeout, ConnectionError):
-            return None
 
     def health(self) -> Health:
         report, child = self._report, self._child
