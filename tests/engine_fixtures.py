@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten
 
 import tiny_models
 from gnomon.chat.tokenizer import Tokenizer
-from gnomon.config import EngineConfig, KvScheme, SpeculationConfig
+from gnomon.config import CacheConfig, EngineConfig, KvScheme, SpeculationConfig
 from gnomon.engine import admission
 from gnomon.engine.api import Delta, Event, Failed, Finished, ModelInfo, Replayed, Request
 from gnomon.engine.budget import Budget
@@ -123,6 +123,8 @@ class Rig:
         config: EngineConfig | None = None,
         propose: ProposerFactory | None = None,
         budget: Budget | None = None,
+        cache: CacheConfig | None = None,
+        operations: str = "stock",
         saves: Store | None = None,
         speculation: Speculation | None = None,
         kv: KvScheme | None = None,
@@ -144,6 +146,8 @@ class Rig:
             Heart(1000),
             speculation,
             lambda job: self.closed.append(job.request.id),
+            cache=cache,
+            operations=operations,
             coding=None if kv is None else coding_for(loaded, kv),
             saves=saves,
         )
@@ -170,7 +174,7 @@ class Rig:
 
     def turn(self, times: int = 1) -> None:
         for _ in range(times):
-            self.core.read_mail()
+            self.core.read_mail(1.0 if self.core.is_waiting else 0.0)
             self.core.turn()
 
     def finish(self, most: int = 10_000) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -12,7 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from gnomon.models.bindings import bind
 from gnomon.state.batch_state import BatchState
-from gnomon.state.snapshot import RowSnapshot
+from gnomon.state.snapshot import LayerSnapshot, RowSnapshot
 from tiny_models import VOCAB_SIZE
 
 CHUNK = 64
@@ -76,3 +77,31 @@ def check_continues_alike(model: nn.Module, state: BatchState, caches: list[Any]
     for window in (more[:5], *((token,) for token in more[5:])):
         theirs = model(mx.array([list(window)]), cache=caches)
         assert np.array_equal(bits(forward(model, state, window)), bits(theirs))
+
+
+def record(model: nn.Module) -> tuple[list[mx.array], Callable[[], None]]:
+    """The logits of every forward of the model from now on, until the returned function is called."""
+    seen: list[mx.array] = []
+    stock = type(model)
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> mx.array:
+        seen.append(stock.__call__(self, *args, **kwargs))
+        return seen[-1]
+
+    model.__class__ = type(stock.__name__, (stock,), {"__call__": call})
+
+    def stop() -> None:
+        model.__class__ = stock
+
+    return seen, stop
+
+
+def hash_of(layers: Mapping[int, LayerSnapshot]) -> str:
+    """Over kinds, numbers and the bits of the arrays themselves."""
+    digest = hashlib.sha256()
+    for number, layer in sorted(layers.items()):
+        digest.update(repr((number, layer.kind, sorted(layer.numbers.items()))).encode())
+        for name, array in sorted(layer.arrays.items()):
+            digest.update(repr((name, array.dtype, array.shape)).encode())
+            digest.update(bytes(memoryview(array.reshape(-1).view(mx.uint8))) if array.size else b"")
+    return digest.hexdigest()

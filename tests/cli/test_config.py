@@ -222,3 +222,31 @@ def test_what_guesses():
 def test_guessing_that_cannot_be(argv: list[str], said: str):
     with pytest.raises(c.ConfigError, match=said):
         resolve(*argv)
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "name", "fused"),
+    [
+        ([], {}, "off", False),
+        (["--kv-quant", "8"], {}, "8", False),
+        (["--l1", "--kv-quant", "8"], {}, "8", False),
+        (["--kv-quant", "4", "--fused-sdpa", "on"], {}, "4", True),
+        ([], {"GNOMON_KV_QUANT": "turbo"}, "turbo:k8v3", False),
+        (["--kv-quant", "turbo:k4v2"], {"GNOMON_KV_QUANT": "8"}, "turbo:k4v2", False),
+        (["--l2"], {}, "config", True),
+        (["--l2", "--fused-sdpa", "off"], {}, "config", False),
+        (["--l2", "--kv-quant", "off"], {}, "off", False),
+    ],
+)
+def test_schemes_of_keys_and_values(argv: list[str], environ: dict[str, str], name: str, fused: bool):
+    scheme = resolve(*argv, **environ).kv.scheme
+    assert (scheme.name, scheme.fused, scheme.start) == (name, fused, 0)
+
+
+def test_schemes_that_cant_be_are_refused_by_who_named_them():
+    with pytest.raises(c.ConfigError, match=r"^--kv-quant: keys in 3 bits: turbo takes 2, 4, 5, 8"):
+        resolve("--kv-quant", "turbo:k3v3")
+    with pytest.raises(c.ConfigError, match=r"^GNOMON_KV_QUANT: '16' is not one of config, off, 4, 8, turbo"):
+        resolve(GNOMON_KV_QUANT="16")
+    with pytest.raises(c.ConfigError, match="excludes --l1"):
+        resolve("--l1", "--l2")

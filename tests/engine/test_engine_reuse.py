@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from mlx import nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from engine_fixtures import EOS_ID, Rig, tiny_engine, tiny_loaded, tiny_model, tiny_tokenizer
@@ -23,7 +21,7 @@ from gnomon.engine.budget import Budget, ceiling
 from gnomon.engine.reuse import cache_bytes
 from gnomon.models.fit import Needs
 from gnomon.state.prefix import PrefixCache, block
-from prefix_walk import bits, tokens_of
+from prefix_walk import bits, record, tokens_of
 from solo import GAP_BOUNDS, solo, ties_until_equal
 
 TYPES = ("llama", "qwen3_moe", "deepseek_v3", "qwen3_5", "gemma3", "gemma4", "gpt_oss", "mamba2")
@@ -45,23 +43,6 @@ def usage(rig: Rig, name: str) -> Usage:
     end = rig.end(name)
     assert isinstance(end, Finished)
     return end.usage
-
-
-def record(model: nn.Module) -> tuple[list[mx.array], Callable[[], None]]:
-    """The logits of every forward of the model from now on, until the returned function is called."""
-    seen: list[mx.array] = []
-    stock = type(model)
-
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> mx.array:
-        seen.append(stock.__call__(self, *args, **kwargs))
-        return seen[-1]
-
-    model.__class__ = type(stock.__name__, (stock,), {"__call__": call})
-
-    def stop() -> None:
-        model.__class__ = stock
-
-    return seen, stop
 
 
 @pytest.mark.parametrize("length", [39, 252, 253, 254, 511])
@@ -447,3 +428,18 @@ def test_branches_edits_and_further_turns(model_type: str, turns: list[tuple[int
             texts.append((*its, *answer))
         open_now = []
         rig.core.check_integrity()
+
+
+def test_requests_of_a_session_keep_its_states() -> None:
+    """Room for the states of 700 tokens: three others come between two turns."""
+    per_token = 2 * 2 * 2 * 16 * 4
+    rig = rig_of(prompt_cache=700 * per_token)
+    answer = ask(rig, "a", tokens_of(300), session="mine")
+    for i in range(3):
+        ask(rig, str(i), tokens_of(300, seed=i + 1))
+    ask(rig, "b", (*tokens_of(300), *answer, 5, 6), session="mine")
+    assert usage(rig, "b").cached_tokens >= 303
+    stats = rig.core.reuse.stats()
+    assert (stats["sessions"], stats["session_hits"], stats["session_misses"]) == (1, 1, 1)
+    assert rig.core.reuse.close_session("mine") is True
+    assert rig.core.reuse.close_session("mine") is False

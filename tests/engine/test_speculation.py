@@ -329,15 +329,15 @@ def test_windows_that_turn_out_dear_are_given_up_and_tried_again() -> None:
     rig = rig_of(loaded("llama"), NGRAM, curve=FREE)
     speculation = rig.core.speculation
     assert speculation is not None
-    sure = [Chance(1.0, 1.0, 10)]
-    assert speculation.depth_of(sure) == 10
+    sure = [Chance(1.0, 1.0, 4)]
+    assert speculation.depth_of(sure) == 4
     for _ in range(30):
-        speculation.observed(1, 1, 2.0)
-        speculation.observed(1, 11, 30.0)
-    assert speculation.depth_of(sure) == 0, "eleven tokens for the price of fifteen"
+        speculation.observed(1, 1, 1.0)
+        speculation.observed(1, 5, 7.0)
+    assert speculation.depth_of(sure) == 0, "five tokens for the price of seven"
     plain = 0
     while not speculation.depth_of(sure):
-        speculation.observed(1, 1, 2.0)
+        speculation.observed(1, 1, 1.0)
         plain += 1
     assert 100 < plain < 1000
 

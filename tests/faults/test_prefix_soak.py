@@ -28,7 +28,7 @@ def run(tmp_path: Path, model_type: str, turns: int, budget: str) -> Report:
 
 
 def test_a_short_soak(tmp_path: Path) -> None:
-    report = run(tmp_path, "llama", 24, "0.002")
+    report = run(tmp_path, "llama", 16, "0.002")
     assert report.reused_share > 0.4
     assert report.acts["append"] > 0
     # The line that changes with every request costs nothing.

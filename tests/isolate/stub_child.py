@@ -15,6 +15,7 @@ from gnomon.engine.api import (
     Delta,
     EngineUnavailable,
     Finished,
+    FlushReport,
     Health,
     InvalidRequest,
     ModelInfo,
@@ -83,6 +84,12 @@ class Stub:
 
     def stats(self) -> Mapping[str, Any]:
         return {"batch": {"configured": 8}, "pid": os.getpid()}
+
+    def flush(self, timeout: float) -> FlushReport:
+        return FlushReport(True, entries=int(timeout))
+
+    def close_session(self, session: str) -> bool:
+        return session == "open"
 
     def drain(self, timeout: float) -> bool:
         return True

@@ -17,6 +17,7 @@ from gnomon.config import KvScheme
 from gnomon.hub.headers import Tensor, read_header
 from gnomon.models import fit, machine
 from gnomon.models.fit import MATRIX_CONTEXT, SKUS, Needs, measure_needs, needs_of, sku, usable
+from gnomon.models.kv import LayerBits
 
 BF16 = {"model.norm.weight": Tensor("BF16", (4,), 8)}
 LLAMA = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
@@ -164,3 +165,29 @@ def test_an_apple_chip_needs_no_measurement(tmp_path: Path, monkeypatch: pytest.
 
 def test_measured_bandwidth_is_of_this_world() -> None:
     assert 0.1 < machine.cpu_bandwidth(8 << 20) < 5000
+
+
+@pytest.mark.parametrize(
+    ("scheme", "per_element"),
+    [
+        # Of 64 elements: codes, and a scale and a bias of 2 bytes.
+        (KvScheme("affine", bits=8), (64 + 4) / 64),
+        (KvScheme("affine", bits=4), (32 + 4) / 64),
+        # Of 128 elements of a key and of a value: codes, 4 scales and 4 zeros, 4 scales; 200 bytes in all.
+        (KvScheme("turbo"), 200 / 256),
+        (KvScheme(), 2),
+    ],
+)
+def test_schemes_take_what_their_arrays_take(scheme: KvScheme, per_element: float) -> None:
+    assert needs_of(LLAMA, BF16, scheme).full == pytest.approx(32 * 2 * 8 * 128 * per_element)
+
+
+def test_schemes_leave_sliding_layers_plain_unless_named() -> None:
+    config = LLAMA | {"num_hidden_layers": 4, "sliding_window": 512, "sliding_window_pattern": 2}
+    plain, per_layer = needs_of(config, BF16), 2 * 8 * 128
+    four = needs_of(config, BF16, KvScheme("affine", bits=4))
+    assert (four.full, four.sliding) == (2 * per_layer * 36 / 64, plain.sliding)
+    # Layers 0 and 2 slide; the last one isn't named.
+    mixed = needs_of(config, BF16, KvScheme("config"), {0: LayerBits(4), 1: LayerBits(8)})
+    assert mixed.sliding == per_layer * (36 / 64 + 2)
+    assert mixed.full == per_layer * (68 / 64 + 2)

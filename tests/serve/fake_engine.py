@@ -26,6 +26,7 @@ from gnomon.engine.api import (
     Failed,
     Finished,
     FinishReason,
+    FlushReport,
     Health,
     ModelInfo,
     Progress,
@@ -176,6 +177,9 @@ class FakeEngine:
         self.open: dict[str, Job] = {}
         self.stopped = threading.Event()
         self.draining = threading.Event()
+        self.report = FlushReport(False)
+        self.flushes: list[float] = []
+        self.sessions: set[str] = set()
         self._taken: queue.Queue[Job] = queue.Queue()
         self._idle = threading.Condition()
 
@@ -218,6 +222,13 @@ class FakeEngine:
 
     def stats(self) -> Mapping[str, Any]:
         return self.sections
+
+    def flush(self, timeout: float) -> FlushReport:
+        self.flushes.append(timeout)
+        return self.report
+
+    def close_session(self, session: str) -> bool:
+        return session in self.sessions
 
     def drain(self, timeout: float) -> bool:
         self.draining.set()

@@ -72,6 +72,8 @@ def test_root_names_every_endpoint(client: TestClient) -> None:
         "GET /v1/models/{model_id}",
         "GET /v1/responses/{response_id}",
         "GET /v1/responses/{response_id}/input_items",
+        "POST /admin/cache/flush",
+        "POST /admin/cache/session/close",
         "POST /v1/chat/completions",
         "POST /v1/completions",
         "POST /v1/messages",

@@ -20,7 +20,7 @@ from gnomon.bench.schema import Work
 from gnomon.bench.synthetic import fill, probed
 from gnomon.bench.workload import ArmFailed, Measurement, Unsupported, Workload
 from gnomon.chat.tokenizer import Tokenizer
-from gnomon.config import EngineConfig, KernelConfig
+from gnomon.config import EngineConfig, KernelConfig, KvConfig
 from gnomon.engine.api import Delta, Event, Failed, Finished, Request, Sink
 from gnomon.engine.engine import Engine
 from gnomon.models.load import LoadedModel, load
@@ -256,19 +256,25 @@ class ReferenceSide:
 
 
 class GnomonSide:
-    """Gnomon's engine, driven through its public door. Settings are the fields of `EngineConfig` and `KernelConfig`."""
+    """Gnomon's engine, driven through its public door. Settings are the fields of `EngineConfig`, `KernelConfig` and `KvConfig`."""
 
     def __init__(self, path: Path, settings: Mapping[str, Any], model_sha256: str | None) -> None:
         of_kernels = {f.name for f in fields(KernelConfig)}
-        known = [f.name for f in (*fields(EngineConfig), *fields(KernelConfig))]
+        of_kv = {f.name for f in fields(KvConfig)}
+        known = [f.name for group in (EngineConfig, KernelConfig, KvConfig) for f in fields(group)]
         unknown = sorted(set(settings) - set(known))
         if unknown:
             raise ValueError(f"unknown Gnomon setting {unknown[0]!r}; known: {', '.join(known)}")
         # Repeated prompts are to be computed each time.
         config = replace(
-            EngineConfig(prompt_cache=0), **{name: value for name, value in settings.items() if name not in of_kernels}
+            EngineConfig(prompt_cache=0),
+            **{name: value for name, value in settings.items() if name not in of_kernels | of_kv},
         )
         kernels = KernelConfig(**{name: value for name, value in settings.items() if name in of_kernels})
+        said: dict[str, Any] = {name: value for name, value in settings.items() if name in of_kv}
+        if "kv_quant" in said:
+            said["kv_quant"] = str(said["kv_quant"])  # 4 and 8 are read as numbers
+        kv = KvConfig(**said)
         tokenizer = Tokenizer.load(path)
         self._depth, self._seed = 0, 0
         self._engine = Engine(
@@ -277,6 +283,7 @@ class GnomonSide:
             config,
             kernels=kernels,
             prime=self._prime,
+            kv=kv.scheme,
         )
         self._engine.wait(LOAD_TIMEOUT)
         self._path = path
@@ -284,6 +291,7 @@ class GnomonSide:
         self.effective: dict[str, JsonValue] = {
             **asdict(config),
             **asdict(kernels),
+            **asdict(kv),
             "kernel_cache": str(kernels.kernel_cache),
             "kernels": "native" if self._engine.model.tier == "Lab" else "stock",
         }

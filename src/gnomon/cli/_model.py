@@ -88,6 +88,7 @@ def start(config: Config, found: Found, *, serving: bool = False) -> Loaded[Engi
             speculation=config.speculation,
             draft=draft_of(config),
             measurements=config.paths.cache,
+            cache=config.cache,
             kv=config.kv.scheme,
             tracer=tracer,
             saves=_saves(config) if serving else None,

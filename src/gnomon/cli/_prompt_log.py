@@ -8,7 +8,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from gnomon.chat.constraint import Constraint
-from gnomon.engine.api import ChoiceFinished, Delta, Engine, Event, Health, ModelInfo, Replayed, Request, Sink
+from gnomon.engine.api import (
+    ChoiceFinished,
+    Delta,
+    Engine,
+    Event,
+    FlushReport,
+    Health,
+    ModelInfo,
+    Replayed,
+    Request,
+    Sink,
+)
 
 log = logging.getLogger("gnomon.prompts")
 
@@ -61,6 +72,12 @@ class PromptLog:
 
     def stats(self) -> Mapping[str, Any]:
         return self._engine.stats()
+
+    def flush(self, timeout: float) -> FlushReport:
+        return self._engine.flush(timeout)
+
+    def close_session(self, session: str) -> bool:
+        return self._engine.close_session(session)
 
     def drain(self, timeout: float) -> bool:
         return self._engine.drain(timeout)

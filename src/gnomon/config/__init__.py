@@ -4,6 +4,7 @@ One file per group of settings: frozen dataclasses whose fields carry an `Option
 checks and `gnomon config` are all derived from them. Nothing else in Gnomon reads the environment.
 """
 
+from gnomon.config.cache import CacheConfig
 from gnomon.config.checkpoint import CheckpointConfig
 from gnomon.config.engine import EngineConfig
 from gnomon.config.http import HTTPConfig
@@ -34,6 +35,7 @@ __all__ = [
     "GB",
     "GROUPS",
     "SERVE",
+    "CacheConfig",
     "CheckpointConfig",
     "ClientConfig",
     "Config",

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from gnomon.options import ConfigError, option
+from gnomon.options import option
 
 KEY_BITS: Final = (2, 4, 5, 8)
 VALUE_BITS: Final = (2, 3, 4, 5, 8)
@@ -83,12 +83,8 @@ class KvConfig:
 
     @property
     def scheme(self) -> KvScheme:
-        """Raises ConfigError."""
-        text = self.kv_quant or ("config" if self.l2 else "off")
-        try:
-            return parse_scheme(text, self.fused_sdpa)
-        except ValueError as error:
-            raise ConfigError("--kv-quant", str(error)) from error
+        """Raises ValueError for a `kv_quant` that names none."""
+        return parse_scheme(self.kv_quant or ("config" if self.l2 else "off"), self.fused_sdpa)
 
 
 def _listed(numbers: tuple[int, ...]) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
+from gnomon.config.cache import CacheConfig
 from gnomon.config.checkpoint import CheckpointConfig
 from gnomon.config.engine import EngineConfig
 from gnomon.config.http import HTTPConfig
@@ -43,6 +44,7 @@ class Config:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
     http: HTTPConfig = field(default_factory=HTTPConfig)
     isolation: IsolationConfig = field(default_factory=IsolationConfig)
@@ -64,6 +66,7 @@ class Config:
 Group = type[
     ModelConfig
     | EngineConfig
+    | CacheConfig
     | SamplingDefaults
     | HTTPConfig
     | IsolationConfig
@@ -79,6 +82,7 @@ Group = type[
 GROUPS: Mapping[str, Group] = {
     "model": ModelConfig,
     "engine": EngineConfig,
+    "cache": CacheConfig,
     "sampling": SamplingDefaults,
     "http": HTTPConfig,
     "isolation": IsolationConfig,
@@ -96,6 +100,7 @@ COMMON = (Paths, LogConfig)
 SERVE = (
     ModelConfig,
     EngineConfig,
+    CacheConfig,
     SamplingDefaults,
     SpeculationConfig,
     HTTPConfig,
@@ -174,7 +179,10 @@ def resolve(args: argparse.Namespace | None = None, environ: Mapping[str, str] |
     kv = cast("KvConfig", built["kv"])
     if kernel.l1 and kv.l2:
         raise ConfigError(str(origins["kv.l2"]), "excludes --l1: one names mlx-optiq as the oracle, the other mlx-lm")
-    _ = kv.scheme  # a scheme that can't be is refused here, with every other value
+    try:
+        _ = kv.scheme
+    except ValueError as error:
+        raise ConfigError(str(origins["kv.kv_quant"]), str(error)) from error
     notes = (
         *_speculation_notes(cast("SpeculationConfig", built["speculation"]), origins),
         *_unknown_variables(environ),

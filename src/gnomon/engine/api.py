@@ -72,6 +72,8 @@ class Request:
     trace_id: str | None = None
     boundary: int | None = None
     """Position in the prompt at which its template opens the answer: the next turn has the same tokens up to there."""
+    session: str | None = None
+    """What the session is called whose turn this is: its states are kept longest."""
     namespace: str = ""
     """States are reused only within one: whatever else than the tokens changes a forward belongs into its name."""
     constraint: Constraint | None = None
@@ -101,7 +103,7 @@ class TokenLogprob:
 
 Tier = Literal["L1", "L2", "Lab"]
 """What a result promises: mlx-lm's bits, mixed KV's, or a stated tolerance."""
-CacheTier = Literal["none", "ram"]
+CacheTier = Literal["none", "ram", "ssd"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,6 +271,28 @@ class Health:
     message: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class FlushReport:
+    """What became durable. `durable` only if every state in memory is on disk and none was dropped or failed meanwhile."""
+
+    durable: bool
+    flushed: int = 0
+    """States that memory alone held when the flush began, and are on disk now."""
+    pending: int = 0
+    """States not handed to the writer yet."""
+    pending_spills: int = 0
+    pending_spill_bytes: int = 0
+    dropped: int = 0
+    failed: int = 0
+    missing: int = 0
+    """States that memory alone holds at the end."""
+    seconds: float = 0.0
+    entries: int = 0
+    """Files in the directory."""
+    longest: int = 0
+    """Tokens of the longest state on disk."""
+
+
 class Engine(Protocol):
     """Thread-safe front of the engine thread."""
 
@@ -294,6 +318,14 @@ class Engine(Protocol):
 
     def stats(self) -> Mapping[str, Any]:
         """Counters and gauges by section, as plain JSON values."""
+        ...
+
+    def flush(self, timeout: float) -> FlushReport:
+        """Write every state that only memory holds, waiting up to `timeout` seconds."""
+        ...
+
+    def close_session(self, session: str) -> bool:
+        """Hold on to a session's states no longer; False if there is no such session."""
         ...
 
     def drain(self, timeout: float) -> bool:

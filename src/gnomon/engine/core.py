@@ -9,14 +9,15 @@ from collections.abc import Callable, Sequence
 import mlx.core as mx
 
 from gnomon.chat.tokenizer import Tokenizer
-from gnomon.config import EngineConfig
+from gnomon.config import CacheConfig, EngineConfig
 from gnomon.engine.batch import Batch
 from gnomon.engine.budget import Budget, ceiling
 from gnomon.engine.counters import Counters
 from gnomon.engine.heart import Heart
-from gnomon.engine.mailbox import Cancel, Mailbox, Stop, Submit
+from gnomon.engine.mailbox import Ask, Cancel, Mailbox, Stop, Submit, Wake
+from gnomon.engine.persist import new_reuse
 from gnomon.engine.resume import Store
-from gnomon.engine.reuse import Reuse, cache_bytes
+from gnomon.engine.reuse import cache_bytes
 from gnomon.engine.row import Job, Row
 from gnomon.engine.runner import Runner, forked
 from gnomon.engine.scheduler import Prepared, Scheduler
@@ -58,8 +59,14 @@ class Core:
         prime: Callable[[BatchState], None] | None = None,
         coding: Coding | None = None,
         tracer: Tracer = OFF,
+        cache: CacheConfig | None = None,
+        operations: str = "stock",
         saves: Store | None = None,
     ) -> None:
+        """`operations` says whose kernels run: with others a state has other bits.
+
+        Raises what opening the cache's directory raises.
+        """
         self.loaded = loaded
         self.tokenizer = tokenizer
         self.mailbox = mailbox
@@ -75,8 +82,15 @@ class Core:
         self.budget = budget
         self.ceiling = ceiling(config.memory_budget)
         size = cache_bytes(config.prompt_cache, budget)
-        cache = PrefixCache(size, config.cache_retention) if size else None
-        self.reuse = Reuse(self.runner, cache, lambda ids: tokenizer.decode(ids, hide=False))
+        cache_config = cache or CacheConfig()
+        self.reuse = new_reuse(
+            self.runner,
+            PrefixCache(size, config.cache_retention) if size else None,
+            lambda ids: tokenizer.decode(ids, hide=False),
+            cache_config,
+            operations,
+            lambda: mailbox.post(Wake()),
+        )
         self.scheduler = Scheduler(
             rows=config.batch if binding.batchable else 1,
             chunk=config.prefill_chunk,
@@ -103,6 +117,12 @@ class Core:
     def has_work(self) -> bool:
         return bool(self.jobs)
 
+    @property
+    def is_waiting(self) -> bool:
+        """Every open request waits for the disk: there is nothing to do before a command comes."""
+        disk = self.reuse.disk
+        return disk is not None and 0 < len(self.jobs) <= disk.num_waiting
+
     def turn(self) -> None:
         """Admit, prefill one window, start what is ready, step once."""
         self.heart.beat("scheduling")
@@ -113,8 +133,16 @@ class Core:
         self.reap()
         if not self.jobs:
             self.rest()
+        self.tend()
         if time.monotonic() >= self.gauges_due:
             self.take_gauges()
+
+    def tend(self) -> None:
+        """What belongs to no request: states on their way to and from the disk."""
+        disk = self.reuse.disk
+        if disk is not None:
+            self.scheduler.waiting.extend(job for job in disk.fetched() if job.open)
+            disk.tend()
 
     def read_mail(self, wait: float = 0.0) -> None:
         """Do what other threads asked, waiting up to `wait` seconds for a first command."""
@@ -122,7 +150,9 @@ class Core:
             match command:
                 case Submit(job):
                     self.jobs[job.request.id] = job
-                    self.scheduler.waiting.append(job)
+                    disk = self.reuse.disk
+                    if disk is None or not disk.fetch(job):
+                        self.scheduler.waiting.append(job)
                 case Cancel(request_id, answered):
                     # Unknown ids are those of requests that have ended.
                     if job := self.jobs.get(request_id):
@@ -133,6 +163,13 @@ class Core:
                             self.rest()
                 case Stop():
                     self.stopping = True
+                case Wake():
+                    self.tend()
+                case Ask(work, answer):
+                    try:
+                        answer.set_result(work())
+                    except Exception as error:  # noqa: BLE001  (handed to whoever asked)
+                        answer.set_exception(error)
 
     def admit(self) -> None:
         self.scheduler.num_running = self.batch.num_open

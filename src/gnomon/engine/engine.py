@@ -8,13 +8,14 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 from gnomon.chat.constraint import Constraint
 from gnomon.chat.tokenizer import Tokenizer
-from gnomon.config import EngineConfig, KernelConfig, KvScheme, SpeculationConfig
+from gnomon.config import CacheConfig, EngineConfig, KernelConfig, KvScheme, SpeculationConfig
 from gnomon.engine import admission, stats
 from gnomon.engine.api import (
     EngineError,
@@ -22,6 +23,7 @@ from gnomon.engine.api import (
     Event,
     Failed,
     Finished,
+    FlushReport,
     Health,
     InvalidRequest,
     ModelInfo,
@@ -38,7 +40,7 @@ from gnomon.engine.core import Core
 from gnomon.engine.counters import Counters
 from gnomon.engine.drafting import check_draft, check_tokenizers, open_speculation
 from gnomon.engine.heart import Heart
-from gnomon.engine.mailbox import Cancel, Mailbox, Stop, Submit
+from gnomon.engine.mailbox import Ask, Cancel, Mailbox, Stop, Submit
 from gnomon.engine.resume import Record, Slot, Store, claim, files_of
 from gnomon.engine.row import Job
 from gnomon.engine.runner import DeviceFailed, Runner
@@ -55,8 +57,12 @@ from gnomon.trace import OFF, Tracer
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 IDLE_BEAT = 1.0
 """Seconds between heartbeats of an idle engine."""
+ASK_SECONDS = 60.0
+"""How long another thread waits for an answer of the engine's."""
 THREAD_EXIT = 0.05
 """Seconds in which a thread that has nothing left to do is gone, where the system doesn't tell."""
 MAX_RESETS = 3
@@ -87,9 +93,11 @@ class Engine:
         prime: Callable[[BatchState], None] | None = None,
         tracer: Tracer = OFF,
         kernels: KernelConfig | None = None,
+        cache: CacheConfig | None = None,
         kv: KvScheme | None = None,
         saves: Store | None = None,
     ) -> None:
+        self._cache = cache
         self.saves = saves
         self._identity = ""
         self.config = config or EngineConfig()
@@ -298,12 +306,33 @@ class Engine:
                 "open_requests": len(jobs),
             },
             **stats.snapshot(self._counters, self.config, self._model, self._budget, jobs),
-            **({"prompt_cache": self._core.reuse.stats()} if self._core is not None else {}),
+            **(self._core.reuse.sections() if self._core is not None else {}),
             "generation_checkpoints": {"enabled": False} if self.saves is None else self.saves.stats(),
             **self._told_of_speculation(),
             "kernels": dict(self._kernels.stats()),
             "kv_quant": self._kv_stats,
         }
+
+    def flush(self, timeout: float) -> FlushReport:
+        """Write every state that only memory holds, waiting up to `timeout` seconds."""
+        core = self._core
+        return core.reuse.flush(timeout, self._ask) if core is not None else FlushReport(False)
+
+    def close_session(self, session: str) -> bool:
+        """Hold on to a session's states no longer; False if there is no such session, or the engine doesn't turn."""
+        core = self._core
+        return core is not None and bool(self._ask(lambda: core.reuse.close_session(session), ASK_SECONDS))
+
+    def _ask(self, work: Callable[[], T], timeout: float) -> T | None:
+        """The result of `work` on the engine's thread; None if it didn't come to it in time. Raises what `work` raises."""
+        if not self._thread.is_alive():
+            return None
+        answer: Future[T] = Future()
+        self._mailbox.post(Ask(work, answer))
+        try:
+            return answer.result(timeout)
+        except TimeoutError:
+            return None
 
     def _told_of_speculation(self) -> Mapping[str, Any]:
         core = self._core
@@ -375,9 +404,12 @@ class Engine:
         while not core.stopping:
             try:
                 self._heart.beat("idle")
-                core.read_mail(0.0 if core.has_work else IDLE_BEAT)
-                if core.has_work and not core.stopping:
+                is_busy = core.has_work and not core.is_waiting
+                core.read_mail(0.0 if is_busy else IDLE_BEAT)
+                if core.has_work and not core.is_waiting and not core.stopping:
                     core.turn()
+                else:
+                    core.tend()
             except DeviceFailed as error:
                 self._fail(core, error)
                 return
@@ -396,6 +428,7 @@ class Engine:
                     return
         self._end(core, EngineUnavailable("the engine was stopped"), "engine_stopped")
         core.close()
+        core.reuse.close()
 
     def _open_core(self) -> Core:
         loaded = self._load()
@@ -444,6 +477,8 @@ class Engine:
             prime=self._prime,
             coding=coding,
             tracer=self._tracer,
+            cache=self._cache,
+            operations=self._kernels.identity,
             saves=self.saves,
         )
         files = files_of(loaded.path) if self.saves is not None else ""
@@ -510,6 +545,7 @@ def load(
     config: EngineConfig | None = None,
     *,
     kernels: KernelConfig | None = None,
+    cache: CacheConfig | None = None,
     speculation: SpeculationConfig | None = None,
     draft: Path | None = None,
     measurements: Path | None = None,
@@ -545,6 +581,7 @@ def load(
         measurements=measurements,
         on_failure=on_failure,
         kernels=kernels,
+        cache=cache,
         kv=kv,
         tracer=tracer,
         saves=saves,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
+from typing import Any
 
 from gnomon.engine.row import Job
 
@@ -24,7 +27,20 @@ class Stop:
     pass
 
 
-Command = Submit | Cancel | Stop
+@dataclass(frozen=True, slots=True)
+class Wake:
+    """Something that requests wait for has come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Do `work` on the engine's thread and give its result to `answer`."""
+
+    work: Callable[[], Any]
+    answer: Future[Any]
+
+
+Command = Submit | Cancel | Stop | Wake | Ask
 
 
 class Mailbox:

@@ -10,12 +10,14 @@ from typing import Any
 
 import mlx.core as mx
 
+from gnomon.engine.api import FlushReport
 from gnomon.engine.budget import Budget
+from gnomon.engine.disk import Ask, Disk
 from gnomon.engine.prefill import Prefill
 from gnomon.engine.row import Job, Row
 from gnomon.engine.runner import Runner
 from gnomon.state.batch_state import BatchState
-from gnomon.state.prefix import BLOCK, PrefixCache
+from gnomon.state.prefix import BLOCK, PrefixCache, Sessions
 from gnomon.state.prefix.block import common
 from gnomon.state.snapshot import RowSnapshot
 
@@ -38,13 +40,22 @@ class Reuse:
     A failure of the cache is nobody's request's: it is logged, the cache forgets everything, and the prompt is computed.
     """
 
-    def __init__(self, runner: Runner, cache: PrefixCache | None, decode: Callable[[Sequence[int]], str]) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        cache: PrefixCache | None,
+        decode: Callable[[Sequence[int]], str],
+        model: str | None = None,
+    ) -> None:
+        """`model` names the model in the identity of states; its path unless told."""
         self.runner = runner
         # A primed state isn't a function of its tokens.
         self.cache = cache if runner.prime is None else None
         self.decode = decode
         self.every = runner.config.checkpoint_every
-        self.identity = identity(runner)
+        self.identity = identity(runner, model)
+        self.disk: Disk | None = None
+        self.sessions: Sessions | None = Sessions()
         self.failures = 0
         self.num_reclaims = 0
         self.recent: tuple[dict[str, object], ...] = ()
@@ -98,7 +109,10 @@ class Reuse:
             lent = cache.lend(self.namespace(job), job.feed, job.request.boundary)
             if lent.snapshot is not None:
                 state = self.runner.restored(lent.snapshot)
-            job.num_cached, job.miss = lent.length, lent.miss
+            job.num_cached = lent.length
+            job.miss = self.disk.lent(job, lent) if self.disk is not None else lent.miss
+            if self.sessions is not None and job.request.session is not None:
+                self.sessions.lent(job.request.session, job.prompt, lent.length)
             self._tell(job)
         return state
 
@@ -148,10 +162,16 @@ class Reuse:
     def left(self, row: Row, state: BatchState, b: int) -> None:
         """A row has ended and is about to go. One whose request failed may have failed for its state."""
         if self.cache is not None and row.job.error is None:
-            self._publish(row.job, [*row.job.prompt, *row.tokens], state, b, is_prompt=False)
+            tokens = [*row.job.prompt, *row.tokens]
+            self._publish(row.job, tokens, state, b, is_prompt=False)
+            session = row.job.request.session
+            if self.sessions is not None and session is not None:
+                self.sessions.turn(session, tokens, self.cache.entries_of(self.namespace(row.job), tokens))
 
     def ended(self, job: Job) -> None:
         self._peeked.pop(job.request.id, None)
+        if self.disk is not None:
+            self.disk.drop(job)
 
     # A draft model's states
 
@@ -168,7 +188,7 @@ class Reuse:
         """Keep the state of these tokens, the first of row `b` of a state of `runner`'s model."""
         if self.cache is not None:
             with self._guarded("keep a draft model's state"):
-                self.cache.publish(f"draft {identity(runner)}\n{namespace}", tokens, state, b)
+                self.cache.publish(f"draft {identity(runner)}\n{namespace}", tokens, state, b, is_local=True)
 
     def allow(self, num_bytes: int | None) -> None:
         """How much memory requests leave for the cache; None if nobody limits it."""
@@ -185,6 +205,26 @@ class Reuse:
         """Raise RuntimeError when the cache's books are wrong."""
         if self.cache is not None:
             self.cache.check_integrity()
+
+    def flush(self, timeout: float, ask: Ask) -> FlushReport:
+        """Write what memory alone holds. Called on any thread; `ask` has work done on the engine's."""
+        return self.disk.flush(timeout, ask) if self.disk is not None else FlushReport(False)
+
+    def close_session(self, session: str) -> bool:
+        """Let a session's states go like others; False if there is none of that name."""
+        return self.sessions is not None and self.sessions.close(session)
+
+    def close(self) -> None:
+        """The end of the engine."""
+        if self.disk is not None:
+            self.disk.close()
+
+    def sections(self) -> dict[str, Any]:
+        """For /stats, by section."""
+        return {
+            "prompt_cache": self.stats(),
+            **({"ssd_cache": self.disk.stats()} if self.disk is not None else {}),
+        }
 
     def stats(self) -> dict[str, Any]:
         """As plain JSON values; read on any thread."""
@@ -211,6 +251,9 @@ class Reuse:
             "reclaims": self.num_reclaims,
             "failures": self.failures,
             "retention": cache.policy,
+            "sessions": len(self.sessions) if self.sessions is not None else 0,
+            "session_hits": self.sessions.hits if self.sessions is not None else 0,
+            "session_misses": self.sessions.misses if self.sessions is not None else 0,
             "recent_misses": list(self.recent),
         }
 
@@ -240,10 +283,12 @@ class Reuse:
             log.exception("the prefix cache failed to %s and forgets everything", doing)
             if self.cache is not None:
                 self.cache.clear()
+            if self.sessions is not None:
+                self.sessions.clear()
 
 
-def identity(runner: Runner) -> str:
-    """What the bits of a state depend on beside the tokens."""
+def identity(runner: Runner, model: str | None = None) -> str:
+    """What the bits of a state depend on beside the tokens; `model` stands for the weights, the path if none."""
     loaded, coding = runner.loaded, runner.coding
     scheme = coding.name if coding is not None else "plain"
-    return "\n".join((str(loaded.path), loaded.model_type, version("mlx"), str(mx.default_device()), scheme))
+    return "\n".join((model or str(loaded.path), loaded.model_type, version("mlx"), str(mx.default_device()), scheme))

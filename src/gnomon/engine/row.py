@@ -9,6 +9,7 @@ from collections.abc import Collection, Sequence
 from gnomon.chat.tokenizer import Tokenizer
 from gnomon.engine.api import (
     CacheMiss,
+    CacheTier,
     ChoiceFinished,
     Delta,
     Event,
@@ -74,6 +75,8 @@ class Job:
         self.batched = False
         self.num_cached = 0
         """Prompt tokens whose state was lent."""
+        self.num_in_memory: int | None = None
+        """Of them, those that memory alone would have lent; None if nothing was read from disk."""
         self.miss: Miss | None = None
         self.num_processed = 0
         """Prompt tokens whose state exists."""
@@ -165,7 +168,7 @@ class Job:
             lane="batched" if self.batched else "serial+spec" if speculated and speculated.rounds else "serial",
             # Of what is replayed the client has no idea.
             cached_tokens=min(self.num_cached, len(self.prompt) - 1),
-            cache_tier="ram" if self.num_cached else "none",
+            cache_tier=self._cache_tier(),
             cache_miss=None if miss is None else CacheMiss(miss.kind, miss.position),
             speculation=speculated,
         )
@@ -183,6 +186,11 @@ class Job:
             drafted_at=tuple(whole.drafted_at),
             accepted_at=tuple(whole.accepted_at),
         )
+
+    def _cache_tier(self) -> CacheTier:
+        if not self.num_cached:
+            return "none"
+        return "ram" if self.num_in_memory is None or self.num_cached <= self.num_in_memory else "ssd"
 
     def _tell(self, event: Event | None) -> None:
         """Emit one of a request's last events: a sink that raises now can't be told anything more."""

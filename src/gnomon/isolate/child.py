@@ -11,6 +11,7 @@ from typing import Any
 from gnomon.engine.api import Engine, Event
 from gnomon.isolate.messages import (
     REPORT_SECONDS,
+    Call,
     Cancel,
     Compile,
     Happened,
@@ -68,16 +69,23 @@ def _answer(connection: Connection, engine: Engine, writer: Writer) -> None:
     def sink(event: Event) -> None:
         writer.send(Happened((event,)))
 
-    def compile_one(message: Compile) -> None:
-        writer.send(_reply(message.number, lambda: tuple(engine.compile(message.constraint))))
+    def answer_one(message: Compile | Call) -> None:
+        def work() -> Any:
+            if isinstance(message, Compile):
+                return tuple(engine.compile(message.constraint))
+            if message.name == "flush":
+                return engine.flush(message.argument)
+            return engine.close_session(message.argument)
+
+        writer.send(_reply(message.number, work))
 
     while True:
         match connection.recv():
             case Submit(number, request):
                 writer.send(_reply(number, lambda request=request: engine.submit(request, sink)))
-            case Compile() as message:
-                # A large grammar takes seconds, and requests without one don't wait for it.
-                threading.Thread(target=compile_one, args=(message,), name="isolate-compile", daemon=True).start()
+            case Compile() | Call() as message:
+                # A large grammar or a full queue of writes takes seconds, and requests don't wait for it.
+                threading.Thread(target=answer_one, args=(message,), name="isolate-call", daemon=True).start()
             case Cancel(request_id, answered):
                 engine.cancel(request_id, answered=answered)
             case Stop():

@@ -11,13 +11,13 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from itertools import count
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Literal
 
 from gnomon.chat.constraint import Constraint
 from gnomon.engine.api import (
@@ -28,6 +28,7 @@ from gnomon.engine.api import (
     Event,
     Failed,
     Finished,
+    FlushReport,
     Health,
     InvalidRequest,
     ModelInfo,
@@ -36,6 +37,7 @@ from gnomon.engine.api import (
     Sink,
 )
 from gnomon.isolate.messages import (
+    Call,
     Cancel,
     Compile,
     Happened,
@@ -165,7 +167,7 @@ class IsolatedEngine:
             self._tickets[request.id] = Ticket(request, sink)
             if child is None:
                 return
-            reply = self._ask(child, Submit, request)
+            reply = self._ask(child, lambda number: Submit(number, request))
         try:
             reply.result(self._patience.submit)
         except (EngineError, FutureTimeout) as error:
@@ -187,11 +189,32 @@ class IsolatedEngine:
             child = self._child
             if child is None:
                 raise EngineUnavailable(self._message)
-            reply = self._ask(child, Compile, constraint)
+            reply = self._ask(child, lambda number: Compile(number, constraint))
         try:
             return reply.result(self._patience.compile)
         except (FutureTimeout, ConnectionError) as error:
             raise EngineUnavailable("the engine's process did not compile the grammar") from error
+
+    def flush(self, timeout: float) -> FlushReport:
+        """Write every state that only memory holds, waiting up to `timeout` seconds."""
+        report = self._call("flush", timeout, timeout + self._patience.submit)
+        return report if isinstance(report, FlushReport) else FlushReport(False)
+
+    def close_session(self, session: str) -> bool:
+        """Hold on to a session's states no longer; False if there is no such session, or no child to ask."""
+        return bool(self._call("close_session", session, self._patience.compile))
+
+    def _call(self, name: Literal["flush", "close_session"], argument: Any, timeout: float) -> Any:
+        """What the child's engine returns; None when there is none, or it does not answer in time."""
+        with self._lock:
+            child = self._child
+            if child is None:
+                return None
+            reply = self._ask(child, lambda number: Call(number, name, argument))
+        try:
+            return reply.result(timeout)
+        except (FutureTimeout, ConnectionError):
+            return None
 
     def cancel(self, request_id: str, *, answered: bool = False) -> None:
         """Stop a request; its sink still gets its last event. Unknown ids are ignored. `answered` as the engine's own."""
@@ -336,7 +359,7 @@ class IsolatedEngine:
             self._child, self._model = child, model
             self._report = self._report or Report(Health("ok"), {})
             waiting = list(self._tickets.values())
-            replies = [(ticket, self._ask(child, Submit, ticket.request)) for ticket in waiting]
+            replies = [(one, self._ask(child, lambda number, one=one: Submit(number, one.request))) for one in waiting]
             self._changed.notify_all()
         for ticket, reply in replies:
             reply.add_done_callback(lambda done, ticket=ticket: self._resubmitted(ticket, done))
@@ -416,11 +439,11 @@ class IsolatedEngine:
             self._wake.wait(wait)
         self._deaths.append(time.monotonic())
 
-    def _ask(self, child: Child, kind: type[Submit] | type[Compile], what: Any) -> Future[Any]:
+    def _ask(self, child: Child, message: Callable[[int], object]) -> Future[Any]:
         """Send a numbered message; the lock is held."""
         number, reply = next(self._numbers), Future[Any]()
         self._replies[number] = reply
-        child.writer.send(kind(number, what))
+        child.writer.send(message(number))
         return reply
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, Literal
 
 from gnomon.chat.constraint import Constraint
 from gnomon.engine.api import Event, Health, ModelInfo, Request
@@ -33,6 +33,15 @@ class Submit:
 class Compile:
     number: int
     constraint: Constraint
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One of the engine's methods that a person waits for."""
+
+    number: int
+    name: Literal["flush", "close_session"]
+    argument: Any
 
 
 @dataclass(frozen=True, slots=True)

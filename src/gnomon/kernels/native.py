@@ -46,6 +46,11 @@ class Kernels:
         """What runs, as far as speed depends on it."""
         return f"native {self.isa} x{self.threads}" if self.native else "stock"
 
+    @property
+    def identity(self) -> str:
+        """Whose operations run: others give other bits."""
+        return f"native {self.isa} {self.path.parent.name}" if self.native and self.path is not None else "stock"
+
     def stats(self) -> Mapping[str, Any]:
         """For `/stats`, as plain JSON values."""
         return {

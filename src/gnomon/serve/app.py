@@ -18,6 +18,7 @@ from gnomon.serve.limits import TRACE_HEADER, RequestFrame
 from gnomon.serve.metrics import Metrics
 from gnomon.serve.preparation import PreparationPool
 from gnomon.serve.routes import (
+    admin,
     chat_completions,
     completions,
     health,
@@ -33,13 +34,27 @@ from gnomon.serve.routes import (
     engine as engine_route,
 )
 from gnomon.serve.services import VERSION, Services, Timing, Vocabulary
+from gnomon.serve.wire.admin import CloseSession
 from gnomon.serve.wire.anthropic import MessagesRequest
 from gnomon.serve.wire.chat import ChatRequest
 from gnomon.serve.wire.completions import CompletionRequest
 from gnomon.serve.wire.responses import ResponsesRequest
 from gnomon.trace import OFF, Tracer
 
-ROUTES = (chat_completions, completions, messages, responses, models, root, health, stats, metrics, engine_route, web)
+ROUTES = (
+    admin,
+    chat_completions,
+    completions,
+    messages,
+    responses,
+    models,
+    root,
+    health,
+    stats,
+    metrics,
+    engine_route,
+    web,
+)
 EXPOSED = ("x-request-id", "request-id", TRACE_HEADER, "x-gnomon-tier", volatile.HEADER, "retry-after", "warning")
 
 
@@ -92,7 +107,7 @@ def create_app(
     for module in ROUTES:
         app.include_router(module.router)
     errors.install(app)
-    schema.install(app, (ChatRequest, CompletionRequest, MessagesRequest, ResponsesRequest))
+    schema.install(app, (ChatRequest, CloseSession, CompletionRequest, MessagesRequest, ResponsesRequest))
     # The last added is the outermost.
     app.add_middleware(KeyDoor, keys=http.api_keys)
     if http.allowed_origins:

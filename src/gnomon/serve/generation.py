@@ -11,6 +11,7 @@ from gnomon.chat.reasoning import PlainSplitter, Segment, Splitter
 from gnomon.chat.tools import CallEvent, Content, Extractor, Malformed
 from gnomon.chat.tools import Event as ToolEvent
 from gnomon.engine.api import ChoiceFinished, Delta, Event, Failed, Finished, Replayed, Request, TokenLogprob, Usage
+from gnomon.serve import sessions
 from gnomon.serve.bridge import EventStream
 from gnomon.serve.errors import APIError, from_failed
 from gnomon.serve.metrics import Latency
@@ -212,6 +213,8 @@ class Generation:
 
         `remember` is given the tokens of every choice when the answer has ended, on another thread.
         """
+        if (session := sessions.named.get()) is not None:
+            requests = [replace(one, session=one.session or session) for one in requests]
         self._requests = requests
         self._remember = remember
         self._services = services

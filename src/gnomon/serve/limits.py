@@ -11,6 +11,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gnomon.logs import request_id as about
+from gnomon.serve import sessions
 from gnomon.serve.errors import APIError, internal, show
 from gnomon.serve.metrics import Metrics
 
@@ -54,6 +55,13 @@ class RequestFrame:
                 f"{TRACE_HEADER} must be 1 to 128 characters of A-Z a-z 0-9 . _ : / + = -, got {show(trace_id)}",
                 param=TRACE_HEADER,
             )
+        session = Headers(scope=scope).get(sessions.HEADER, "")
+        if len(session) > sessions.MAX_CHARACTERS:
+            return APIError(
+                400,
+                f"{sessions.HEADER} has {len(session)} characters; the limit is {sessions.MAX_CHARACTERS}",
+                param=sessions.HEADER,
+            )
         return None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -67,6 +75,7 @@ class RequestFrame:
         trace_id = trace_id if trace_id is not None and refusal is None else request_id
         scope.setdefault("state", {}).update(request_id=request_id, trace_id=trace_id)
         about.set(request_id)
+        sessions.named.set(Headers(scope=scope).get(sessions.HEADER) or None)
         sent: list[int] = []
 
         async def framed(message: Message) -> None:

@@ -12,6 +12,7 @@ import signal
 import socket
 import stat
 import threading
+import time
 from collections.abc import Callable, Generator
 from http import HTTPStatus
 from pathlib import Path
@@ -24,7 +25,7 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from gnomon.config import HTTPConfig
-from gnomon.engine.api import Engine
+from gnomon.engine.api import Engine, FlushReport
 from gnomon.serve.auth import is_loopback
 from gnomon.serve.errors import APIError
 from gnomon.serve.sse import ABORT
@@ -220,16 +221,35 @@ class Server(uvicorn.Server):
             server.close()
         for connection in list(self.server_state.connections):
             connection.shutdown()
+        begun = time.monotonic()
         if self.exit_code == 0:
             draining = asyncio.ensure_future(in_thread(lambda: self.engine.drain(self.drain_timeout)))
             forced = asyncio.ensure_future(self._force.wait())
             await asyncio.wait({draining, forced}, return_when=asyncio.FIRST_COMPLETED)
             if not (draining.done() and draining.result()):
                 logger.warning("requests were still open: they end with an error")
+            left = max(0.0, self.drain_timeout - (time.monotonic() - begun))
+            if not forced.done() and "ssd_cache" in self.engine.stats():
+                flushing = asyncio.ensure_future(in_thread(lambda: self.engine.flush(left)))
+                await asyncio.wait({flushing, forced}, return_when=asyncio.FIRST_COMPLETED)
+                _report(flushing.result() if flushing.done() else None)
+                flushing.cancel()
             forced.cancel()
             draining.cancel()
         await asyncio.wait({asyncio.ensure_future(in_thread(self.engine.stop))}, timeout=FLUSH_SECONDS)
         await super().shutdown(sockets)
+
+
+def _report(report: FlushReport | None) -> None:
+    """Log what of the cache the next start will find."""
+    if report is not None and report.durable:
+        about = (report.entries, report.longest, report.seconds)
+        logger.info("the SSD cache is durable: %d files, the longest prefix has %d tokens (%.1f s)", *about)
+    elif report is not None:
+        lost = (report.pending + report.pending_spills, report.dropped, report.failed, report.missing)
+        logger.warning("the SSD cache isn't durable: %d states pending, %d dropped, %d failed, %d missing", *lost)
+    else:
+        logger.warning("the SSD cache was not flushed")
 
 
 async def in_thread(work: Callable[[], T]) -> T:

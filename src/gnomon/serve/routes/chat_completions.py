@@ -103,6 +103,7 @@ def plan(request: ChatRequest, services: Services, trace_id: str, name: str) -> 
         ignore_eos=bool(request.ignore_eos),
         n=request.n or 1,
         trace_id=trace_id,
+        session=request.session_id,
         boundary=boundary_of(rendered, ids),
         constraint=form.constraint,
         thinking=template.thinking(rendered) if form.constraint is not None and not form.constraint.turn else None,

@@ -73,6 +73,7 @@ def prepare(body: bytes, services: Services, trace_id: str) -> CompletionJob:
                 ignore_eos=bool(request.ignore_eos),
                 n=request.n or 1,
                 trace_id=trace_id,
+                session=request.session_id,
                 constraint=form.constraint,
                 text=prompt if isinstance(prompt, str) else None,
             )

@@ -11,6 +11,7 @@ from gnomon.chat.constraint import FORMATS
 from gnomon.config import SamplingDefaults
 from gnomon.engine.api import HLG, SamplingParams
 from gnomon.serve.errors import invalid, show
+from gnomon.serve.sessions import MAX_CHARACTERS
 
 MAX_TOKENS = 10_000_000
 MAX_TOP_K = 1_000_000
@@ -31,6 +32,7 @@ Stop = Annotated[
         {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "maxItems": MAX_STOPS}]}
     ),
 ]
+SessionId = Annotated[str, Field(min_length=1, max_length=MAX_CHARACTERS)]
 LogitBias = Annotated[Any, WithJsonSchema({"type": "object", "additionalProperties": {"type": "number"}})]
 
 ResponseFormat = Annotated[
@@ -87,6 +89,7 @@ class SamplingFields(Fields):
     """How to draw tokens, when to stop, and how to deliver."""
 
     model: Any = None
+    session_id: SessionId | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None

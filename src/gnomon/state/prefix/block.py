@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
-from array import array
 from collections.abc import Iterator, Sequence
 
+from gnomon.state.keys import chain, root_key
 from gnomon.state.snapshot import LayerSnapshot
+
+__all__ = ["BLOCK", "Block", "Checkpoint", "Entry", "chain", "common", "root_key"]
 
 BLOCK = 256
 """Tokens of a whole block."""
-
-
-def root_key(namespace: str) -> bytes:
-    """Where the chain of an identity's hashes begins."""
-    return hashlib.blake2b(namespace.encode(), digest_size=16).digest()
-
-
-def chain(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """The key of a block: a hash over its tokens and, through its parent's key, all before them and the identity."""
-    return hashlib.blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()
 
 
 def common(a: Sequence[int], b: Sequence[int]) -> int:
@@ -31,14 +22,20 @@ def common(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 class Entry:
-    """Something that takes bytes and can be evicted. `rank` is its place in the order of eviction."""
+    """Something that takes bytes and can be evicted. `rank` is its place in the order of eviction, `used_at` the monotonic time of its
+    last use."""
 
-    __slots__ = ("num_arrays", "num_bytes", "rank")
+    __slots__ = ("guards", "is_local", "num_arrays", "num_bytes", "rank", "used_at")
 
     def __init__(self) -> None:
         self.num_bytes = 0
         self.num_arrays = 0
         self.rank = 0.0
+        self.used_at = 0.0
+        self.is_local = False
+        """It is not passed on to a slower tier."""
+        self.guards = 0
+        """Open sessions whose last turn it is of."""
 
     def weigh(self, layers: Iterator[LayerSnapshot]) -> None:
         arrays = [one for layer in layers for one in layer.arrays.values()]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import mlx.core as mx
 
@@ -12,7 +13,7 @@ from gnomon.state.batch_state import BatchState
 from gnomon.state.prefix.assemble import assemble
 from gnomon.state.prefix.block import BLOCK, Block, Checkpoint, Entry
 from gnomon.state.prefix.explain import Miss, explain
-from gnomon.state.prefix.retention import Policy, Retention
+from gnomon.state.prefix.retention import Policy, Retention, may_go
 from gnomon.state.prefix.tree import Tree
 from gnomon.state.snapshot import LayerSnapshot, RowSnapshot
 
@@ -46,6 +47,31 @@ class Lent:
     miss: Miss | None
 
 
+class Below(Protocol):
+    """A slower tier that states go to."""
+
+    def keep(self, entry: Block | Checkpoint) -> None:
+        """An entry is new or has got more parts; its arrays are evaluated."""
+        ...
+
+    def spill(self, entry: Block | Checkpoint) -> None:
+        """An entry is about to be evicted."""
+        ...
+
+    def holds(self, entry: Block | Checkpoint) -> bool:
+        """Whether nothing would be lost with the entry."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """A block that comes from a slower tier; `layers` None if it is to be here already."""
+
+    tokens: tuple[int, ...]
+    layers: Mapping[int, LayerSnapshot] | None
+    count: int
+
+
 @dataclass(eq=False)
 class PrefixCache:
     """States by identity and tokens, of at most `max_bytes`.
@@ -59,6 +85,7 @@ class PrefixCache:
     max_bytes: int
     policy: Policy = "lru"
     max_arrays: int = MAX_ARRAYS
+    below: Below | None = None
     counts: Counts = field(default_factory=Counts)
     num_bytes: int = 0
     num_arrays: int = 0
@@ -72,6 +99,7 @@ class PrefixCache:
         self.retention = Retention(self.policy)
         self.allowed = self.max_bytes
         self._since_clear = 0
+        self._news: list[Block | Checkpoint] = []
 
     def peek(self, namespace: str, tokens: Sequence[int]) -> int:
         """How many tokens `lend` would give now."""
@@ -108,12 +136,13 @@ class PrefixCache:
         *,
         boundary: int | None = None,
         whole_only: bool = False,
+        is_local: bool = False,
     ) -> None:
         """Keep a row's state. `tokens` are the row's as far as they are known; only those are kept whose state exists.
 
         Layers that can't be cut get a checkpoint at the row's length, if all its tokens are known. `boundary`, of a prompt, is where its
         template opens the answer, which lasts up to the end of `tokens`. `whole_only` keeps whole blocks only, and nothing of a row
-        that can't be cut.
+        that can't be cut. `is_local` keeps the state from a slower tier.
         """
         held = state.lengths[row]
         can_cut = state.can_cut(held)
@@ -145,8 +174,70 @@ class PrefixCache:
                 # A spare buffer may be up to twice as large as what is put into it, and would stay so as long as the cache holds it.
                 mx.clear_cache()
                 mx.eval(fresh)
+            for one in self._news:
+                one.is_local = is_local
+            self._pass_on()
         self.retention.tidy(self.num_blocks + self.num_checkpoints)
         self._give_back()
+
+    def adopt(
+        self,
+        namespace: str,
+        path: Sequence[Adopted],
+        checkpoint: tuple[int, Mapping[int, LayerSnapshot]] | None = None,
+    ) -> None:
+        """Take back what a slower tier kept: blocks one after another from the first on, and a checkpoint at a position on the last.
+
+        Arrays must be evaluated. Stops at a block that neither is here nor comes, or has no room.
+        """
+        published = self.counts.published_tokens
+        with self._pinned() as pinned:
+            block = self.tree.root(namespace)
+            for one in path:
+                placed = self._adopted(block, one)
+                if placed is None:
+                    break
+                pinned.append(placed)
+                placed.refs += 1
+                block = placed
+            else:
+                if checkpoint is not None and block.start < checkpoint[0] <= block.end:
+                    self._checkpoint(block, checkpoint[0], dict(checkpoint[1]), [])
+            self._news.clear()
+        self.counts.published_tokens = published
+        self.retention.tidy(self.num_blocks + self.num_checkpoints)
+        self._give_back()
+
+    def demote(self, used_before: float) -> int:
+        """Give up what was last used before this monotonic time and would not be lost; how many entries that were."""
+        below, count = self.below, 0
+        if below is None:
+            return 0
+        while True:
+            idle = [
+                one
+                for one in self.entries()
+                if not one.is_local and one.used_at < used_before and may_go(one) and below.holds(one)
+            ]
+            for entry in idle:
+                # A block without all its layers goes with the checkpoint that needed it.
+                if may_go(entry):
+                    self._evict(entry)
+                    count += 1
+            if not idle:
+                break
+        self._give_back()
+        return count
+
+    def entries(self) -> list[Block | Checkpoint]:
+        """All that is held."""
+        blocks = [block for root in self.tree.roots.values() for block in _below(root) if not block.is_ghost]
+        return [*(one for block in blocks for one in block.checkpoints.values()), *blocks]
+
+    def entries_of(self, namespace: str, tokens: Sequence[int]) -> list[Block | Checkpoint]:
+        """What the longest state of these tokens is made of."""
+        _, blocks, checkpoint = self.tree.walk(namespace, tokens).usable(len(tokens))
+        return [*blocks, checkpoint] if checkpoint is not None else list(blocks)
 
     def allow(self, num_bytes: int) -> None:
         """Hold no more than this for now (and never more than `max_bytes`): memory that rows need is given up at once."""
@@ -168,13 +259,14 @@ class PrefixCache:
         self.retention = Retention(self.policy)
         self.num_bytes = self.num_arrays = self.num_blocks = self.num_checkpoints = 0
         self.version += 1
+        self._news.clear()
         mx.clear_cache()
 
     def check_integrity(self) -> None:
         """Raise RuntimeError if the books disagree with what the tree holds."""
-        blocks = [block for root in self.tree.roots.values() for block in _below(root) if not block.is_ghost]
-        checkpoints = [one for block in blocks for one in block.checkpoints.values()]
-        entries = [*blocks, *checkpoints]
+        entries = self.entries()
+        blocks = [one for one in entries if isinstance(one, Block)]
+        checkpoints = [one for one in entries if isinstance(one, Checkpoint)]
         have = len(blocks), len(checkpoints), sum(e.num_bytes for e in entries), sum(e.num_arrays for e in entries)
         said = self.num_blocks, self.num_checkpoints, self.num_bytes, self.num_arrays
         if have != said:
@@ -206,6 +298,34 @@ class PrefixCache:
         if block is not None and not block.is_ghost:
             # A window that had wrapped when the block was taken has not at this length.
             parts = [mine if mine is not None else new for mine, new in zip(block.parts, parts, strict=True)]
+        return self._insert(parent, block, tokens, parts, fresh)
+
+    def _adopted(self, parent: Block, one: Adopted) -> Block | None:
+        """The block under `parent` that holds what comes, or more."""
+        block = self.tree.child(parent, one.tokens)
+        held = block is not None and not block.is_ghost
+        if one.layers is None:
+            return block if held else None
+        if block is not None and held and all(block.parts[i] is not None for i in one.layers):
+            return block
+        n = len(one.tokens)
+        for child in parent.children.values():
+            longer = not child.is_ghost and len(child.tokens) > n and child.tokens[:n] == one.tokens
+            if longer and all(child.parts[i] is not None for i in one.layers):
+                return child
+        mine = block.parts if block is not None and held else [None] * one.count
+        parts = [part if part is not None else one.layers.get(i) for i, part in enumerate(mine)]
+        return self._insert(parent, block, one.tokens, parts, [])
+
+    def _insert(
+        self,
+        parent: Block,
+        block: Block | None,
+        tokens: tuple[int, ...],
+        parts: list[LayerSnapshot | None],
+        fresh: list[mx.array],
+    ) -> Block | None:
+        """Give a block, made if there is none, these parts; None when there is no room."""
         added = [a for part in parts if part is not None for a in part.arrays.values()]
         before = (block.num_bytes, block.num_arrays) if block is not None else (0, 0)
         if block is not None:
@@ -227,6 +347,7 @@ class PrefixCache:
         self.num_arrays += block.num_arrays - before[1]
         fresh += added
         self.version += 1
+        self._news.append(block)
         self.retention.touch(block)
         self._supersede(parent, block)
         return block
@@ -281,8 +402,17 @@ class PrefixCache:
         self.num_bytes += checkpoint.num_bytes
         self.num_arrays += checkpoint.num_arrays
         self.version += 1
+        self._news.append(checkpoint)
         self.retention.touch(checkpoint)
         fresh += [a for layer in layers.values() for a in layer.arrays.values()]
+
+    def _pass_on(self) -> None:
+        """Tell the slower tier what came, of what is still here."""
+        if self.below is not None:
+            for one in self._news:
+                if not one.is_local and (isinstance(one, Checkpoint) or not one.is_ghost):
+                    self.below.keep(one)
+        self._news.clear()
 
     @contextmanager
     def _pinned(self) -> Generator[list[Block]]:
@@ -312,6 +442,7 @@ class PrefixCache:
         self.counts.evictions += 1
         self.counts.evicted_bytes += entry.num_bytes
         if isinstance(entry, Checkpoint):
+            self._spill(entry)
             self._forget(entry)
             del entry.block.checkpoints[entry.position]
             entry.block.lost.add(entry.position)
@@ -321,6 +452,7 @@ class PrefixCache:
 
     def _drop(self, block: Block) -> None:
         """The block's state goes, its tokens stay as a ghost."""
+        self._spill(block)
         self._forget(block)
         block.drop_parts()
         self.tree.haunt(block)
@@ -337,6 +469,11 @@ class PrefixCache:
         else:
             # Nothing can be made of it without a checkpoint further on.
             self._drop(block)
+
+    def _spill(self, entry: Block | Checkpoint) -> None:
+        # What came in the publication that makes room isn't evaluated yet, and is pinned anyway.
+        if self.below is not None and not entry.is_local and entry not in self._news:
+            self.below.spill(entry)
 
     def _forget(self, entry: Block | Checkpoint) -> None:
         """Take an entry's size off the books."""

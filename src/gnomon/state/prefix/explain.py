@@ -8,7 +8,7 @@ from typing import Literal
 
 from gnomon.state.prefix.tree import Tree, Walk
 
-Kind = Literal["edited text", "template tail", "namespace", "evicted", "uncuttable state", "no entry"]
+Kind = Literal["edited text", "template tail", "namespace", "evicted", "uncuttable state", "unread", "no entry"]
 CONTEXT = 12
 """Tokens shown before and after the place."""
 
@@ -19,8 +19,9 @@ class Miss:
 
     `edited text`: the nearest stored prompt has other tokens from `position` on. `template tail`: the same, where one of the two sides was
     written by the template to open an answer. `namespace`: the tokens go on equal under another identity. `evicted`: the state was
-    held once. `uncuttable state`: the tokens are known, but some layer's state exists only at other positions. `no entry`:
-    nothing stored begins like this prompt. `before`, `ours` and `theirs` are token ids around `position`.
+    held once. `uncuttable state`: the tokens are known, but some layer's state exists only at other positions. `unread`: the state is on
+    disk and could not be read in, or had no room in memory. `no entry`: nothing stored begins like this prompt. `before`, `ours` and
+    `theirs` are token ids around `position`.
     """
 
     kind: Kind

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import time
 from typing import Literal
 
 from gnomon.state.prefix.block import Block, Checkpoint, Entry
@@ -27,6 +28,7 @@ class Retention:
 
     def touch(self, entry: Entry) -> None:
         """The entry was stored, or used."""
+        entry.used_at = time.monotonic()
         if self.policy == "lru":
             self._clock += 1
             entry.rank = self._clock
@@ -47,14 +49,26 @@ class Retention:
         heapq.heappush(self._heap, (entry.rank, next(self._count), entry))
 
     def next(self) -> Entry | None:
-        """The entry to evict; None if there is none. It has to be evicted, or offered again."""
-        while self._heap:
-            rank, _, entry = heapq.heappop(self._heap)
-            if rank == entry.rank and may_go(entry):
-                if self.policy == "cost-size":
-                    self._clock = max(self._clock, rank)
-                return entry
-        return None
+        """The entry to evict, one that no session guards if there is such; None if there is none. It has to be evicted, or offered
+        again."""
+        guarded: list[tuple[float, int, Entry]] = []
+        found: tuple[float, int, Entry] | None = None
+        while self._heap and found is None:
+            item = heapq.heappop(self._heap)
+            if item[0] == item[2].rank and may_go(item[2]):
+                if item[2].guards:
+                    guarded.append(item)
+                else:
+                    found = item
+        if found is None and guarded:
+            found = guarded.pop(0)
+        for item in guarded:
+            heapq.heappush(self._heap, item)
+        if found is None:
+            return None
+        if self.policy == "cost-size":
+            self._clock = max(self._clock, found[0])
+        return found[2]
 
     def tidy(self, num_entries: int) -> None:
         """Forget outdated offers once they are many."""

@@ -1,0 +1,38 @@
+"""Bodies of the administrative routes."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+from typing_extensions import TypedDict
+
+from gnomon.serve.wire.sampling import SessionId
+
+
+class FlushBody(TypedDict):
+    """What became durable. Counts of dropped and failed writes are of this flush."""
+
+    durable: bool
+    flushedSnapshots: int
+    pendingSnapshots: int
+    pendingSpills: int
+    pendingSpillBytes: int
+    droppedSpills: int
+    failedSpills: int
+    missingSnapshots: int
+    elapsedMs: float
+    entries: int
+    longest_durable_prefix_tokens: int
+
+
+class CloseSession(BaseModel):
+    """Which session to close."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    session_id: SessionId
+
+
+class ClosedBody(TypedDict):
+    """Whether there was such a session."""
+
+    closed: bool

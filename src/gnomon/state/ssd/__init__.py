@@ -1,0 +1,1 @@
+"""States of token prefixes on disk, one safetensors file per block or checkpoint."""
