@@ -10,11 +10,15 @@ from gnomon.bench.schema import METRICS, Comparison, Run
 
 
 def number(value: float, unit: str) -> str:
-    """A value with its unit, bytes as MiB and short times as milliseconds."""
+    """A value with its unit, bytes as MiB and short times as milliseconds; of numbers without a unit four figures."""
     if unit == "byte":
         return f"{value / 2**20:,.1f} MiB"
     if unit == "s" and value < 1:
         return f"{value * 1e3:,.1f} ms"
+    if unit == "1":
+        return f"{value:.4g}"
+    if unit == "nat":
+        return f"{value:.4g} nat"
     return f"{value:,.2f} {unit}"
 
 

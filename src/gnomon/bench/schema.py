@@ -50,6 +50,10 @@ METRICS: dict[str, Unit] = {
     "active_bytes": Unit("byte", "lower"),
     "peak_active_bytes": Unit("byte", "lower"),
     "retained_bytes": Unit("byte", "lower"),
+    "weight_bytes": Unit("byte", "lower"),
+    "perplexity": Unit("1", "lower"),
+    "kl_divergence": Unit("nat", "lower"),
+    "accuracy": Unit("1", "higher"),
 }
 """Every metric a sample may carry. Tokens are counted from usage, never from stream chunks."""
 

@@ -16,9 +16,7 @@ if TYPE_CHECKING:
     from gnomon.bench.workload import Cell, Contender
 
 NAME = "bench"
-HELP = (
-    "measure: native (against mlx-lm), ab (two arms in paired blocks), model (inventory and roofline), list (results)"
-)
+HELP = "measure: native (against mlx-lm), ab (two arms in paired blocks), model (inventory and roofline), list and report (results)"
 
 ARMS = """an arm is one of
   set:KEY=VALUE,...   Gnomon's engine with these settings (fields of the engine's configuration and of kernels; `set:` alone: as it is)
@@ -55,7 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     model.add_argument("--remeasure", action="store_true", help="measure the machine anew")
     listing = under.add_parser("list", help="rebuild the index from the results and list them")
-    for one in (native, ab, model, listing):
+    report = under.add_parser("report", help="write all results into one HTML file that needs nothing else")
+    report.add_argument("--html", type=Path, help="the file to write (default: report.html beside the results)")
+    for one in (native, ab, model, listing, report):
         one.add_argument("--out", type=Path, help="directory of the results")
 
 
@@ -75,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
         "ab": _ab,
         "model": _model,
         "list": _list,
+        "report": _report,
     }
     try:
         return actions[args.what](args, args.config)
@@ -231,4 +232,20 @@ def _list(args: argparse.Namespace, config: Config) -> int:
     print(listing(runs))
     for bad in rebuilt.unreadable:
         print(f"unreadable: {bad.reason}", file=sys.stderr)
+    return 0
+
+
+def _report(args: argparse.Namespace, config: Config) -> int:
+    from gnomon.bench.page import render
+    from gnomon.bench.store import Store
+
+    store = Store(_results(args, config))
+    runs, unreadable = store.runs()
+    if not runs and not unreadable:
+        raise CommandError(f"no results in {store.directory}")
+    target: Path = args.html or store.directory / "report.html"
+    if not target.parent.is_dir():
+        raise CommandError(f"--html is {target}, and there is no directory {target.parent}")
+    target.write_text(render(runs, unreadable, target.parent), encoding="utf-8")
+    print(target)
     return 0
