@@ -116,8 +116,16 @@ def test_a_grammar_and_logprobs_come_through(model: Path) -> None:
         )
         assert made.choices[0].message.content in ("yes", "no")
         assert made.choices[0].logprobs is not None
+        echoed = client.completions.create(model="tiny", prompt="abc", echo=True, logprobs=1, max_tokens=0).choices[0]
+        assert echoed.text == "abc"
+        assert echoed.logprobs is not None
+        assert echoed.logprobs.token_logprobs is not None
+        assert all(score < 0 for score in echoed.logprobs.token_logprobs[1:])
+        assert len(echoed.logprobs.token_logprobs) > 1
         with pytest.raises(openai.BadRequestError, match="context"):
             client.completions.create(model="tiny", prompt="a" * 200_000, max_tokens=1)
+        with pytest.raises(openai.BadRequestError, match="prompt has 200000 tokens, but must have 1 to "):
+            client.completions.create(model="tiny", prompt="a" * 200_000, max_tokens=0, echo=True, logprobs=0)
 
 
 def test_a_model_that_is_not_there_is_a_clear_error() -> None:

@@ -162,6 +162,13 @@ def hello(job: Job) -> None:
     job.say("Hello")
 
 
+def _scored(prompt: tuple[int, ...], position: int, top: int) -> TokenLogprob:
+    spelling, rival = bytes([prompt[position]]), bytes([prompt[position] + 1])
+    text, other = spelling.decode(errors="replace"), rival.decode(errors="replace")
+    rivals = (TopLogprob(rival[0], other, 0.5 - position, rival),) if top else ()
+    return TokenLogprob(prompt[position], text, float(-position), spelling, rivals)
+
+
 class FakeEngine:
     """Runs `script` on a thread for each request; without one, requests wait for the test to `take` them."""
 
@@ -205,6 +212,14 @@ class FakeEngine:
             raise self.refusal
         future: Future[list[list[float]]] = Future()
         future.set_result([[0.6, 0.8, float(len(prompt))] for prompt in prompts])
+        return future
+
+    def score(self, prompts: Sequence[tuple[int, ...]], top: int) -> Future[list[tuple[TokenLogprob, ...]]]:
+        """Token at position p is worth -p; the next byte is its only rival, and worth half a nat more."""
+        if self.refusal is not None:
+            raise self.refusal
+        future: Future[list[tuple[TokenLogprob, ...]]] = Future()
+        future.set_result([tuple(_scored(prompt, p, top) for p in range(1, len(prompt))) for prompt in prompts])
         return future
 
     def compile(self, constraint: Constraint) -> Sequence[str]:

@@ -201,11 +201,15 @@ PROMPTS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": "x", "logprobs": "x"}, "logprobs", 'logprobs must be of type int or bool, got "x"'),
     ({"prompt": "x", "logprobs": 21}, "logprobs", "logprobs must be at most 20, got 21"),
     ({"prompt": "x", "logprobs": -1}, "logprobs", "logprobs must be at least 0, got -1"),
-    (
-        {"prompt": "x", "echo": True},
-        "echo",
-        "echo: the prompt's log-probabilities and text are not returned; leave it out",
+    *(
+        (
+            {"prompt": "x", "echo": True, **asked},
+            "logprobs",
+            "echo: a prompt's log-probabilities come in OpenAI's legacy shape only, for which logprobs is an integer",
+        )
+        for asked in ({"logprobs": True}, {"top_logprobs": 2})
     ),
+    ({"prompt": "x", "echo": False, "max_tokens": 0}, "max_tokens", "max_tokens must be at least 1, got 0"),
     ({"prompt": "x", "suffix": "y"}, "suffix", 'suffix: infilling is not supported, got "y"'),
     ({"prompt": "x", "best_of": 3}, "best_of", "best_of must equal n (1): choices are not ranked, got 3"),
 ]

@@ -338,6 +338,10 @@ class Engine(Protocol):
         """Vectors of length 1, one for each prompt. Raises an `EngineError`, as may the future, which may be cancelled."""
         ...
 
+    def score(self, prompts: Sequence[tuple[int, ...]], top: int) -> Future[list[tuple[TokenLogprob, ...]]]:
+        """Scores of every prompt's tokens but the first, each with the `top` likeliest ones. Raises as `embed` does."""
+        ...
+
     def compile(self, constraint: Constraint) -> Sequence[str]:
         """Make ready to enforce a constraint, on the caller's thread; what of it would not be enforced. Raises `Unenforceable`."""
         ...

@@ -10,12 +10,12 @@ import mlx.core as mx
 
 from gnomon.chat.tokenizer import Tokenizer
 from gnomon.config import CacheConfig, EngineConfig
+from gnomon.engine.aside import Aside
 from gnomon.engine.batch import Batch
 from gnomon.engine.budget import Budget, ceiling
 from gnomon.engine.counters import Counters
-from gnomon.engine.embedding import Embedder
 from gnomon.engine.heart import Heart
-from gnomon.engine.mailbox import Ask, Cancel, Embed, Mailbox, Stop, Submit, Wake
+from gnomon.engine.mailbox import Ask, Beside, Cancel, Mailbox, Stop, Submit, Wake
 from gnomon.engine.persist import new_reuse
 from gnomon.engine.resume import Store
 from gnomon.engine.reuse import cache_bytes
@@ -101,7 +101,7 @@ class Core:
             num_cached=self.reuse.num_cached,
             may_join=self.may_join,
         )
-        self.embedder = Embedder(self.runner)
+        self.aside = Aside(self.runner)
         self.jobs: dict[str, Job] = {}
         """Open requests that reached this thread."""
         self.stopping = False
@@ -117,23 +117,23 @@ class Core:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.jobs or self.embedder.waiting)
+        return bool(self.jobs or self.aside.waiting)
 
     @property
     def is_waiting(self) -> bool:
         """Every open request waits for the disk: there is nothing to do before a command comes."""
         disk = self.reuse.disk
-        return disk is not None and not self.embedder.waiting and 0 < len(self.jobs) <= disk.num_waiting
+        return disk is not None and not self.aside.waiting and 0 < len(self.jobs) <= disk.num_waiting
 
     def turn(self) -> None:
-        """Admit, prefill one window, start what is ready, step once, embed one window."""
+        """Admit, prefill one window, start what is ready, step once, run one window of what is done aside."""
         self.heart.beat("scheduling")
         self.admit()
         self.prefill()
         self.start()
         self.step()
         self.reap()
-        self.embedder.turn()
+        self.aside.turn()
         if not self.jobs:
             self.rest()
         self.tend()
@@ -156,8 +156,8 @@ class Core:
                     disk = self.reuse.disk
                     if disk is None or not disk.fetch(job):
                         self.scheduler.waiting.append(job)
-                case Embed(embedding):
-                    self.embedder.waiting.append(embedding)
+                case Beside(side_job):
+                    self.aside.waiting.append(side_job)
                 case Cancel(request_id, answered):
                     # Unknown ids are those of requests that have ended.
                     if job := self.jobs.get(request_id):
@@ -450,7 +450,7 @@ class Core:
         """The end: every open request hears that the engine can't go on."""
         for job in self.jobs.values():
             job.fail(error, code, fatal=True)
-        self.embedder.fail_all(error)
+        self.aside.fail_all(error)
         self.reap()
 
     def close(self) -> None:

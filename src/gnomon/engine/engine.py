@@ -31,8 +31,10 @@ from gnomon.engine.api import (
     Request,
     SamplingParams,
     Sink,
+    TokenLogprob,
     Unenforceable,
 )
+from gnomon.engine.aside import SideJob
 from gnomon.engine.budget import Budget, allocator_limits, budget_for
 from gnomon.engine.coding import coding_for, stats_of, tier_of
 from gnomon.engine.completion import Completion, collect
@@ -41,11 +43,12 @@ from gnomon.engine.counters import Counters
 from gnomon.engine.drafting import check_draft, check_tokenizers, open_speculation
 from gnomon.engine.embedding import EmbeddingJob, embeds
 from gnomon.engine.heart import Heart
-from gnomon.engine.mailbox import Ask, Cancel, Embed, Mailbox, Stop, Submit
+from gnomon.engine.mailbox import Ask, Beside, Cancel, Mailbox, Stop, Submit
 from gnomon.engine.resume import Record, Slot, Store, claim, files_of
 from gnomon.engine.row import Job
 from gnomon.engine.runner import DeviceFailed, Runner
 from gnomon.engine.sampling import fresh_seed
+from gnomon.engine.scoring import ScoringJob
 from gnomon.engine.speculation import ProposerFactory
 from gnomon.grammar import Compiled, Compiler, Vocabulary
 from gnomon.grammar import Unenforceable as NoGrammar
@@ -130,8 +133,8 @@ class Engine:
         self._stopped = False
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
-        self._embedding = 0
-        """Embeddings whose future is open; guarded by the lock."""
+        self._num_aside = 0
+        """Side jobs whose future is open; guarded by the lock."""
         self._open: dict[str, Job] = {}
         """Requests whose last event was not sent yet; guarded by the lock."""
         self._thread = threading.Thread(target=self._run, name="gnomon-engine", daemon=True)
@@ -209,27 +212,40 @@ class Engine:
 
         Raises `InvalidRequest`, `QueueFull` or `EngineUnavailable`; the future may raise `EngineError`.
         """
-        model, budget = self.model, self._budget
+        model = self.model
         if not embeds(model.model_type):
             raise InvalidRequest(
                 f"the model {model.id} ({model.model_type}) gives no embeddings", "model", "unsupported"
             )
+        return self._set_aside(EmbeddingJob(prompts), [f"input[{n}]" for n in range(len(prompts))])
+
+    def score(self, prompts: Sequence[tuple[int, ...]], top: int) -> Future[list[tuple[TokenLogprob, ...]]]:
+        """Scores of the prompts' tokens but the first, each with the `top` likeliest ones; whoever cancels the future stops the work.
+
+        Raises `InvalidRequest`, `QueueFull` or `EngineUnavailable`; the future may raise `EngineError`.
+        """
+        names = ["prompt"] if len(prompts) == 1 else [f"prompt[{n}]" for n in range(len(prompts))]
+        return self._set_aside(ScoringJob(prompts, top, self.tokenizer), names)
+
+    def _set_aside(self, job: SideJob[T], names: Sequence[str]) -> Future[list[T]]:
+        model, budget = self.model, self._budget
         in_memory = budget.max_context(1) if budget is not None else None
-        for index, prompt in enumerate(prompts):
-            admission.check_length(prompt, f"input[{index}]", model, in_memory)
-        future: Future[list[list[float]]] = Future()
+        for name, prompt in zip(names, job.prompts, strict=True):
+            admission.check_length(prompt, name, model, in_memory)
         with self._idle:
             self._refuse_if_closed()
-            if self._embedding > self.config.queue:
-                raise QueueFull(f"{self._embedding} embeddings wait already, the limit is {self.config.queue}")
-            self._embedding += 1
-            self._mailbox.post(Embed(EmbeddingJob(prompts, future)))
-        future.add_done_callback(self._embedded)
-        return future
+            if self._num_aside > self.config.queue:
+                raise QueueFull(
+                    f"{self._num_aside} embeddings and scorings wait already, the limit is {self.config.queue}"
+                )
+            self._num_aside += 1
+            self._mailbox.post(Beside(job))
+        job.future.add_done_callback(self._left_aside)
+        return job.future
 
-    def _embedded(self, _: Future[list[list[float]]]) -> None:
+    def _left_aside(self, _: Future[Any]) -> None:
         with self._idle:
-            self._embedding -= 1
+            self._num_aside -= 1
             self._idle.notify_all()
 
     def compile(self, constraint: Constraint) -> Sequence[str]:
@@ -375,7 +391,7 @@ class Engine:
         """Refuse new requests and wait up to `timeout` seconds for the open ones; True if all ended by themselves."""
         with self._idle:
             self._draining = True
-            return self._idle.wait_for(lambda: not self._open and not self._embedding, timeout)
+            return self._idle.wait_for(lambda: not self._open and not self._num_aside, timeout)
 
     def stop(self) -> None:
         """End the engine thread and wait for it. Open requests get `Failed`."""

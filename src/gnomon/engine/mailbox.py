@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from gnomon.engine.embedding import EmbeddingJob
+from gnomon.engine.aside import SideJob
 from gnomon.engine.row import Job
 
 
@@ -18,8 +18,8 @@ class Submit:
 
 
 @dataclass(frozen=True, slots=True)
-class Embed:
-    job: EmbeddingJob
+class Beside:
+    job: SideJob[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Ask:
     answer: Future[Any]
 
 
-Command = Submit | Embed | Cancel | Stop | Wake | Ask
+Command = Submit | Beside | Cancel | Stop | Wake | Ask
 
 
 class Mailbox:

@@ -77,6 +77,8 @@ def _answer(connection: Connection, engine: Engine, writer: Writer) -> None:
                 return engine.flush(message.argument)
             if message.name == "embed":
                 return engine.embed(message.argument).result()
+            if message.name == "score":
+                return engine.score(*message.argument).result()
             return engine.close_session(message.argument)
 
         writer.send(_reply(message.number, work))

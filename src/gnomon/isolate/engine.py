@@ -35,6 +35,7 @@ from gnomon.engine.api import (
     Replayed,
     Request,
     Sink,
+    TokenLogprob,
 )
 from gnomon.isolate.messages import (
     Call,
@@ -197,12 +198,19 @@ class IsolatedEngine:
 
     def embed(self, prompts: Sequence[tuple[int, ...]]) -> Future[list[list[float]]]:
         """Vectors of length 1. Refusals come by the future; cancelling it doesn't stop the child's work."""
-        made: Future[list[list[float]]] = Future()
+        return self._later("embed", prompts)
+
+    def score(self, prompts: Sequence[tuple[int, ...]], top: int) -> Future[list[tuple[TokenLogprob, ...]]]:
+        """Scores of the prompts' tokens but the first. Refusals come by the future; cancelling it doesn't stop the child's work."""
+        return self._later("score", (prompts, top))
+
+    def _later(self, name: Literal["embed", "score"], argument: Any) -> Future[Any]:
+        made: Future[Any] = Future()
         with self._lock:
             child = self._child
             if child is None:
                 raise EngineUnavailable(self._message)
-            reply = self._ask(child, lambda number: Call(number, "embed", prompts))
+            reply = self._ask(child, lambda number: Call(number, name, argument))
 
         def settle(done: Future[Any]) -> None:
             error = done.exception()

@@ -40,7 +40,7 @@ class Call:
     """One of the engine's methods that a person waits for."""
 
     number: int
-    name: Literal["flush", "close_session", "embed"]
+    name: Literal["flush", "close_session", "embed", "score"]
     argument: Any
 
 

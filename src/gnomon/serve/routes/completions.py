@@ -20,6 +20,7 @@ from gnomon.serve.constrain import demand
 from gnomon.serve.errors import APIError, internal
 from gnomon.serve.generation import Generation, Piece
 from gnomon.serve.prepare import Job, check_ids, check_size, tier
+from gnomon.serve.prompt_echo import PromptEcho, echoes, joined
 from gnomon.serve.schema import json_body
 from gnomon.serve.services import FINGERPRINT, Services, services_of
 from gnomon.serve.sse import DONE, PING, EventSourceResponse, frame
@@ -33,13 +34,18 @@ router = APIRouter()
 
 @dataclass(frozen=True, slots=True)
 class CompletionJob:
-    """Prompts ready for the engine. `logprobs` is None, or how many of the most likely tokens are told; `legacy` their shape."""
+    """Prompts ready for the engine. `logprobs` is None, or how many of the most likely tokens are told; `legacy` their shape.
+
+    With `echo` choices begin with the prompt; if `only_echo` they end with it.
+    """
 
     job: Job
     texts: tuple[str | None, ...]
     """The prompts; None for one given as token ids."""
     logprobs: int | None
     legacy: bool
+    echo: bool
+    only_echo: bool
 
 
 def prepare(body: bytes, services: Services, trace_id: str) -> CompletionJob:
@@ -60,7 +66,7 @@ def prepare(body: bytes, services: Services, trace_id: str) -> CompletionJob:
         if isinstance(prompt, str):
             check_size((prompt,), services, param)
         ids = (
-            services.text_history.encode(prompt) or tuple(services.vocabulary.encode(prompt, special=True))
+            _encode(prompt, services, reuse=not request.echo)
             if isinstance(prompt, str)
             else check_ids(prompt, model.vocab_size, param)
         )
@@ -89,7 +95,14 @@ def prepare(body: bytes, services: Services, trace_id: str) -> CompletionJob:
         tier=tier(services, request),
         warnings=form.warnings,
     )
-    return CompletionJob(job, tuple(texts), logprobs, request.legacy_logprobs)
+    only_echo = request.max_tokens == 0
+    return CompletionJob(job, tuple(texts), logprobs, request.legacy_logprobs, bool(request.echo), only_echo)
+
+
+def _encode(text: str, services: Services, *, reuse: bool) -> tuple[int, ...]:
+    """The ids of a text; with `reuse` those that it had when it was generated, which another tokenisation of it would not be."""
+    known = services.text_history.encode(text) if reuse else None
+    return known or tuple(services.vocabulary.encode(text, special=True))
 
 
 @router.post("/v1/completions", response_model=Completion, openapi_extra=json_body(CompletionRequest))
@@ -109,51 +122,93 @@ async def answer(body: bytes, services: Services, trace_id: str) -> Response:
         if text is not None:
             services.text_history.record(text, request.prompt, ids)
 
-    generation = Generation(services, "completions", job.requests, "prompt", remember=remember)
+    echoed = await _echoed(prepared, services)
+    generation: Generation | None = None
+    if not prepared.only_echo:
+        generation = Generation(services, "completions", job.requests, "prompt", remember=remember)
+    close = _nothing_to_close if generation is None else generation.close
     if job.stream:
         return EventSourceResponse(
-            frames(generation, prepared, services), generation.close, services.timing.write, job.headers()
+            frames(generation, prepared, echoed, services), close, services.timing.write, job.headers()
         )
     try:
-        completion = await complete(generation, prepared, services)
+        completion = await complete(generation, prepared, echoed, services)
     finally:
-        generation.close()
-    tiers = [job.tier, *(usage.tier for usage in generation.usages)]
+        close()
+    tiers = [job.tier, *(usage.tier for usage in _usages(generation, prepared, services))]
     return JSONResponse(completion, headers=job.headers(weakest(tiers)))
 
 
-async def complete(generation: Generation, prepared: CompletionJob, services: Services) -> Completion:
+def _nothing_to_close() -> None:
+    """Of a response that only gives back its prompts."""
+
+
+async def _echoed(prepared: CompletionJob, services: Services) -> list[PromptEcho]:
+    """What each choice begins with; empty if that is nothing."""
+    if not prepared.echo:
+        return []
+    requests = prepared.job.requests
+    made = await echoes([one.prompt for one in requests], prepared.texts, prepared.logprobs, services)
+    return [echo for echo, one in zip(made, requests, strict=True) for _ in range(one.n)]
+
+
+def _usages(generation: Generation | None, prepared: CompletionJob, services: Services) -> Sequence[api.Usage]:
+    if generation is not None:
+        return generation.usages
+    return [api.Usage(len(one.prompt), 0, tier=services.engine.model.tier) for one in prepared.job.requests]
+
+
+async def complete(
+    generation: Generation | None, prepared: CompletionJob, echoed: Sequence[PromptEcho], services: Services
+) -> Completion:
     """The whole answer at once."""
-    made: list[list[Piece]] = [[] for _ in range(generation.choices)]
-    async for pieces in generation.pieces():
-        for piece in pieces or ():
-            made[piece.index].append(piece)
+    made: list[list[Piece]] = [[] for _ in range(len(echoed) if generation is None else generation.choices)]
+    if generation is not None:
+        async for pieces in generation.pieces():
+            for piece in pieces or ():
+                made[piece.index].append(piece)
     completion = _completion(prepared, services)
-    completion["usage"] = usage_body(generation.usages, prepared.job.tier)
+    completion["usage"] = usage_body(_usages(generation, prepared, services), prepared.job.tier)
     completion["choices"] = [
-        {
-            "index": index,
-            "text": "".join(piece.content for piece in pieces),
-            "logprobs": _logprobs(prepared, services, [one for piece in pieces for one in piece.logprobs], 0),
-            "finish_reason": pieces[-1].finish,
-        }
+        _whole(index, pieces, prepared, echoed[index] if echoed else None, services)
         for index, pieces in enumerate(made)
     ]
     return completion
 
 
-async def frames(generation: Generation, prepared: CompletionJob, services: Services) -> AsyncGenerator[bytes]:
-    """The answer as server-sent events; a failure becomes the last of them."""
-    offsets = [0] * generation.choices
+def _whole(
+    index: int, pieces: Sequence[Piece], prepared: CompletionJob, echo: PromptEcho | None, services: Services
+) -> CompletionChoice:
+    text = "" if echo is None else echo.text
+    logprobs = _logprobs(prepared, services, [one for piece in pieces for one in piece.logprobs], len(text))
+    if echo is not None and echo.logprobs is not None and logprobs is not None and "tokens" in logprobs:
+        logprobs = joined(echo.logprobs, logprobs)
+    return {
+        "index": index,
+        "text": text + "".join(piece.content for piece in pieces),
+        "logprobs": logprobs,
+        "finish_reason": pieces[-1].finish if pieces else "length",
+    }
+
+
+async def frames(
+    generation: Generation | None, prepared: CompletionJob, echoed: Sequence[PromptEcho], services: Services
+) -> AsyncGenerator[bytes]:
+    """The answer as server-sent events, each choice's prompt first if it is echoed; a failure becomes the last of them."""
     try:
-        async for pieces in generation.pieces(services.timing.keep_alive):
-            if pieces is None:
-                yield PING
-            else:
-                yield b"".join(frame(_chunk(prepared, services, piece, offsets)) for piece in pieces)
+        for index, echo in enumerate(echoed):
+            end = "length" if generation is None else None
+            yield frame(_chunk(prepared, services, index, echo.text, echo.logprobs, end))
+        if generation is not None:
+            offsets = [len(echo.text) for echo in echoed] or [0] * generation.choices
+            async for pieces in generation.pieces(services.timing.keep_alive):
+                if pieces is None:
+                    yield PING
+                else:
+                    yield b"".join(frame(_next(prepared, services, piece, offsets)) for piece in pieces)
         if prepared.job.usage:
             last = _completion(prepared, services)
-            last["usage"] = usage_body(generation.usages, prepared.job.tier)
+            last["usage"] = usage_body(_usages(generation, prepared, services), prepared.job.tier)
             yield frame(last)
         yield DONE
     except APIError as error:
@@ -163,16 +218,23 @@ async def frames(generation: Generation, prepared: CompletionJob, services: Serv
         yield frame(internal().body)
 
 
-def _chunk(prepared: CompletionJob, services: Services, piece: Piece, offsets: list[int]) -> Completion:
+def _next(prepared: CompletionJob, services: Services, piece: Piece, offsets: list[int]) -> Completion:
     """A chunk with what is new; `offsets` counts the characters of each choice's tokens so far."""
-    chunk = _completion(prepared, services)
-    choice: CompletionChoice = {
-        "index": piece.index,
-        "text": piece.content,
-        "logprobs": _logprobs(prepared, services, piece.logprobs, offsets[piece.index]) if piece.logprobs else None,
-        "finish_reason": piece.finish,
-    }
+    logprobs = _logprobs(prepared, services, piece.logprobs, offsets[piece.index]) if piece.logprobs else None
     offsets[piece.index] += sum(len(one.token) for one in piece.logprobs)
+    return _chunk(prepared, services, piece.index, piece.content, logprobs, piece.finish)
+
+
+def _chunk(
+    prepared: CompletionJob,
+    services: Services,
+    index: int,
+    text: str,
+    logprobs: LegacyLogprobs | MLXLogprobs | None,
+    finish: str | None,
+) -> Completion:
+    chunk = _completion(prepared, services)
+    choice: CompletionChoice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
     chunk["choices"] = [choice]
     if prepared.job.usage:
         chunk["usage"] = None

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, NotRequired, cast
 
-from pydantic import WithJsonSchema
+from pydantic import Field, WithJsonSchema
 from typing_extensions import TypedDict
 
 from gnomon.serve.errors import invalid, show
 from gnomon.serve.wire.logprobs import LegacyLogprobs, MLXLogprobs
-from gnomon.serve.wire.sampling import MAX_LOGPROBS, SamplingFields
+from gnomon.serve.wire.sampling import MAX_LOGPROBS, MAX_TOKENS, SamplingFields
 from gnomon.serve.wire.usage import UsageBody
 
 MAX_PROMPTS = 64
@@ -37,10 +37,11 @@ class CompletionRequest(SamplingFields):
     """Prompts to continue: a string, strings, token ids, or lists of token ids.
 
     `logprobs` as an integer asks for OpenAI's legacy shape with so many most likely tokens; as a boolean, with `top_logprobs`, for
-    mlx_lm.server's.
+    mlx_lm.server's. With `echo` choices begin with the prompt, and `max_tokens` may be 0.
     """
 
     prompt: PromptField = None
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
     logprobs: LogprobsField = None
     top_logprobs: int | None = None
     best_of: int | None = None
@@ -94,9 +95,13 @@ class CompletionRequest(SamplingFields):
 
     def refuse_unsupported(self) -> None:
         super().refuse_unsupported()
-        if self.echo:
+        if self.max_tokens == 0 and not self.echo:
+            raise invalid("max_tokens must be at least 1, got 0", "max_tokens")
+        if self.echo and self.wanted_logprobs() is not None and not self.legacy_logprobs:
             raise invalid(
-                "echo: the prompt's log-probabilities and text are not returned; leave it out", "echo", "unsupported"
+                "echo: a prompt's log-probabilities come in OpenAI's legacy shape only, for which logprobs is an integer",
+                "logprobs",
+                "unsupported",
             )
         if self.suffix:
             raise invalid(f"suffix: infilling is not supported, got {show(self.suffix)}", "suffix", "unsupported")

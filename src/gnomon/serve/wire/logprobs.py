@@ -36,11 +36,12 @@ class ChatLogprobs(TypedDict):
 
 
 class LegacyLogprobs(TypedDict):
-    """OpenAI's completions shape. `text_offset` counts characters of the completion."""
+    """OpenAI's completions shape. `text_offset` counts characters of the text that the choice holds; nothing precedes an echoed prompt's
+    first token, which has null for its log-probabilities."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]] | None
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
     text_offset: list[int]
 
 
@@ -96,7 +97,7 @@ def legacy_logprobs(tokens: Sequence[TokenLogprob], top: int, offset: int) -> Le
     for one in tokens:
         offsets.append(offset)
         offset += len(one.token)
-    tops: list[dict[str, float]] = []
+    tops: list[dict[str, float] | None] = []
     for one in tokens if top else ():
         entry: dict[str, float] = {}
         for other in one.top:
