@@ -219,7 +219,7 @@ class Run(Record):
     """A whole run, complete or cut short. A `diagnostic` run (busy machine, quick mode) never counts as acceptance."""
 
     format: Literal[1] = FORMAT
-    kind: Literal["ab", "native", "serve"]
+    kind: Literal["ab", "native", "serve", "eval"]
     id: str
     name: str
     created: datetime
