@@ -109,7 +109,7 @@ def test_guessing_changes_no_bit(loaded: ModuleType, model_type: str, kind: str)
         with engine(model_type, batch, config) as guessing:
             assert run(guessing, asked) == alone
             stats = guessing.stats()
-        assert stats["speculation"]["sources"] == [kind]
+        assert kind in stats["speculation"]["sources"]
         # Random models don't repeat what they read, but they agree with themselves.
         assert stats["proposals"]["accepted" if kind == "two-model" else "proposed"] > 0
         assert stats["speculation"]["draft_failed"] is None
