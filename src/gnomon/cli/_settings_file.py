@@ -90,8 +90,8 @@ def new_file(text: str, value: str) -> str:
     return value.rstrip("\n") + "\n"
 
 
-def put(path: Path, text: str) -> Path | None:
-    """Write `text` to `path` in one step, through links, and return where the old content is kept, if it was another.
+def put(path: Path, text: str, *, keep: bool = True) -> Path | None:
+    """Write `text` to `path` in one step, through links, and return where the old content is kept, if it was another and is to be.
 
     A new file is readable by its owner only, as it may hold a key. Raises SettingsError when it can't be written.
     """
@@ -102,14 +102,15 @@ def put(path: Path, text: str) -> Path | None:
         if target.exists():
             if target.read_text("utf-8") == text:
                 return None
-            kept = _free(target.with_name(target.name + ".before-gnomon"))
-            shutil.copy2(target, kept)
+            if keep:
+                kept = _free(target.with_name(target.name + ".before-gnomon"))
+                shutil.copy2(target, kept)
         handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
         fresh = Path(name)
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as file:
                 file.write(text)
-            if kept is not None:
+            if target.exists():
                 shutil.copymode(target, fresh)
             fresh.replace(target)
         finally:
