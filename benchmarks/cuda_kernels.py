@@ -273,13 +273,13 @@ def micro(results: Results) -> None:
 def decode(results: Results, name: str, rate: float, batches: list[int]) -> None:
     model = build(name)
     prompt = mx.random.randint(0, 128256, (1, PROMPT), key=mx.random.key(3))
-    native.start("stock")
+    native.start("stock", cache=Path("kernels"))
     if not results.has(name, "prefill"):
         rounds: list[tuple[float, float]] = []
         for _ in range(ROUNDS):
             pair: list[float] = []
             for policy in ("stock", "native"):
-                native.start(policy)
+                native.start(policy, cache=Path("kernels"))
                 times: list[float] = []
                 for _ in range(2):
                     cache = make_prompt_cache(model)
@@ -292,25 +292,25 @@ def decode(results: Results, name: str, rate: float, batches: list[int]) -> None
             rounds.append((pair[0], pair[1]))
         theirs, ours = (statistics.median(side) for side in zip(*rounds, strict=True))
         results.add(name, "prefill", stock=PROMPT / theirs, own=PROMPT / ours, ratio=theirs / ours)
-    kernels = native.prepare(model, "native")
+    kernels = native.prepare(model, "native", cache=Path("kernels"))
     if not kernels.layers:
         raise SystemExit(f"{name}: no compiled decode: {dict(dispatch.stock_calls)}")
     for rows in batches:
         if results.has(name, rows):
             continue
-        native.start("stock")
+        native.start("stock", cache=Path("kernels"))
         stock = Stock(model, rows, prompt)
         stock.run(4)
-        native.start("native")
+        native.start("native", cache=Path("kernels"))
         began = time.perf_counter()
         own = Native(model, rows, prompt)
         own.run(4)
         warm = time.perf_counter() - began
         pairs: list[tuple[tuple[float, float], tuple[float, float]]] = []
         for _ in range(ROUNDS):
-            native.start("stock")
+            native.start("stock", cache=Path("kernels"))
             theirs = stock.run(STEPS)
-            native.start("native")
+            native.start("native", cache=Path("kernels"))
             pairs.append((theirs, own.run(STEPS)))
         s, sh, o, oh = (statistics.median(p[side][part] for p in pairs) for side in (0, 1) for part in (0, 1))
         least = step_bytes(model, rows, PROMPT + ROUNDS * STEPS // 2)
