@@ -189,6 +189,8 @@ class Engine:
     ) -> None:
         in_memory = budget.max_context(max(1, request.n)) if budget is not None else None
         limit = admission.token_limit(request, model, self.config.context_limit, in_memory)
+        if budget is not None:
+            admission.check_states(request, limit, budget)
         seed = request.sampling.seed
         if seed is None:
             seed = fresh_seed() if record is None else record.seed
@@ -481,7 +483,7 @@ class Engine:
                 cache=wanted.kernel_cache,
                 threads=wanted.threads,
             )
-        budget = self._budget = budget_for(loaded, self.config.memory_budget, self._kv, draft)
+        budget = self._budget = budget_for(loaded, self.config.memory_budget, self._kv, draft, self.config.kv_budget)
         coding = coding_for(loaded, self._kv)
         self._kv_stats = stats_of(self._kv, coding, loaded)
         core = Core(
