@@ -8,6 +8,7 @@ import re
 import shutil
 import stat
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,16 @@ def test_no_word_leaves_its_quotes(text: str) -> None:
     assert re.fullmatch(r"(?:[^%]|%%)*", inside)
     assert re.fullmatch(r"(?:[^$]|\$\$)*", inside)
     assert inside.replace('\\"', '"').replace("\\\\", "\\").count('"') == text.count('"')
+
+
+def test_modules_lying_about_are_not_run(tmp_path: Path) -> None:
+    for name in ("gnomon", "json", "platformdirs"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise SystemExit('evil ran')")
+    command = Service(sys.executable, (), tmp_path, 1).command
+    start = [*command[: command.index("serve")], "version"]
+    done = subprocess.run(start, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_what_no_unit_can_hold() -> None:

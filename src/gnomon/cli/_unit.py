@@ -35,7 +35,8 @@ class Service:
 
     @property
     def command(self) -> tuple[str, ...]:
-        return (self.python, "-m", MODULE, "serve", "--no-open", *self.arguments)
+        # -P: modules come from the installation alone, and not from the directory where the service starts.
+        return (self.python, "-P", "-m", MODULE, "serve", "--no-open", *self.arguments)
 
 
 def escaped(argument: str) -> str:
