@@ -132,6 +132,11 @@ def test_budgets_that_hold_nothing_stop_the_start(tmp_path: Path) -> None:
     assert budget_for(tiny_loaded(), None).needs is None
 
 
+def test_a_budget_that_could_bound_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--kv-budget bounds keys and values, and mamba2 keeps none"):
+        gnomon.load(tiny_models.save("mamba2", tmp_path / "tiny-mamba"), EngineConfig(kv_budget=10**9))
+
+
 def test_the_flag() -> None:
     assert resolve(environ={"GNOMON_KV_BUDGET": "1.5"}).engine.kv_budget == 1_500_000_000
     assert resolve(environ={}).engine.kv_budget is None

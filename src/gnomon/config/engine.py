@@ -46,7 +46,7 @@ class EngineConfig:
     )
     kv_budget: int | None = option(
         None,
-        "most bytes that the states of admitted requests may come to, each grown to its max_tokens: further ones wait, and one that "
+        "most that the keys and values of admitted requests may come to, each grown to its max_tokens: further ones wait, and one that "
         "can't fit alone is refused",
         low=0.000001,
         high=1e6,

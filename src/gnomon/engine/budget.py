@@ -151,6 +151,10 @@ def budget_for(
             f"the model's weights take {loaded.weight_bytes} bytes, and with one token of context that is more than "
             f"the memory budget of {limit} bytes"
         )
+    if kv_limit is not None and needs is not None and not needs.kv(1):
+        raise ValueError(
+            f"--kv-budget bounds keys and values, and {loaded.model_type} keeps none: its states have a fixed size, which --batch bounds"
+        )
     if kv_limit is not None and (budget.kv_context(1) or 0) < MIN_CONTEXT:
         raise OverBudget(
             f"the state of {MIN_CONTEXT} tokens, a prompt's and an answer's, takes {budget.kv(MIN_CONTEXT, 1)} bytes, and that is more "
