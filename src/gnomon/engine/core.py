@@ -193,6 +193,8 @@ class Core:
     def has_memory(self, job: Job | None = None) -> bool:
         """Whether a request fits beside those admitted. What is reused gives way to them."""
         jobs = [other for other in self.jobs.values() if other.admitted and other.open]
+        if job is not None and not self.budget.has_kv([job, *jobs]):
+            return False
         left = self.budget.left(jobs if job is None else [job, *jobs])
         if left is not None and left < 0:
             return False
