@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import json
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,13 +23,14 @@ from gnomon.engine import admission
 from gnomon.engine.api import Delta, Event, Failed, Finished, ModelInfo, Replayed, Request
 from gnomon.engine.budget import Budget
 from gnomon.engine.coding import coding_for
-from gnomon.engine.core import Core
+from gnomon.engine.core import Core, Served, Shared
 from gnomon.engine.counters import Counters
 from gnomon.engine.engine import Engine
 from gnomon.engine.heart import Heart
 from gnomon.engine.mailbox import Cancel, Mailbox, Submit
 from gnomon.engine.resume import Store, claim
 from gnomon.engine.row import Job
+from gnomon.engine.settings import Host, Settings
 from gnomon.engine.speculation import ProposerFactory, Speculation
 from gnomon.grammar import Compiler, Vocabulary
 from gnomon.models.bindings import bind
@@ -68,13 +71,23 @@ def tiny_compiler() -> Compiler:
     return Compiler(Vocabulary(tiny_tokenizer(), {EOS_ID}))
 
 
+@cache
+def tiny_path(model_type: str) -> Path:
+    """A directory that stands for that of a tiny model's files: what it holds tells models apart."""
+    path = Path(tempfile.mkdtemp()) / "tiny"
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(tiny_models.config(model_type)))
+    atexit.register(shutil.rmtree, path.parent, ignore_errors=True)
+    return path
+
+
 def tiny_loaded(model_type: str = "llama", dtype: str = "float32", model: nn.Module | None = None) -> LoadedModel:
     """What loading a tiny model gives; the default one is shared by all tests of a process."""
     built = model or tiny_model(model_type, dtype)
     return LoadedModel(
         model=built,
         config=tiny_models.config(model_type),
-        path=Path("tiny"),
+        path=tiny_path(model_type),
         model_type=model_type,
         context_length=CONTEXT,
         vocab_size=VOCAB_SIZE,
@@ -95,17 +108,23 @@ def tiny_engine(
     on_failure: Callable[[str], None] | None = None,
     saves: Store | None = None,
     kv: KvScheme | None = None,
+    cache: CacheConfig | None = None,
+    speculation: SpeculationConfig | None = None,
+    load_draft: Callable[[], LoadedModel] | None = None,
 ) -> Iterator[Engine]:
     """A running engine; its model is the tiny one of that type unless `load` gives another."""
     engine = Engine(
         load or (lambda: tiny_loaded(model_type)),
         tiny_tokenizer(),
-        config,
-        model_id=f"tiny-{model_type}",
-        propose=propose,
-        on_failure=on_failure,
-        saves=saves,
-        kv=kv,
+        Settings(
+            config or EngineConfig(),
+            kv=kv or KvScheme(),
+            cache=cache or CacheConfig(),
+            speculation=speculation or SpeculationConfig(),
+            model_id=f"tiny-{model_type}",
+        ),
+        Host(propose=propose, on_failure=on_failure, saves=saves),
+        load_draft=load_draft,
     )
     try:
         engine.wait(60)
@@ -137,20 +156,13 @@ class Rig:
         if propose is not None:
             alone = SpeculationConfig(grammar_jump=False)
             speculation = Speculation(alone, vocab_size=loaded.vocab_size, extra=propose)
+        coding = None if kv is None else coding_for(loaded, kv)
         self.core = Core(
-            loaded,
-            tiny_tokenizer(),
-            config or EngineConfig(),
-            budget or Budget(None, None, 0),
-            self.mailbox,
-            self.counters,
-            Heart(1000),
+            Served(loaded, tiny_tokenizer(), budget or Budget(None, None, 0), coding, operations),
+            Settings(config or EngineConfig(), cache=cache or CacheConfig()),
+            Host(saves=saves),
+            Shared(self.mailbox, self.counters, Heart(1000), lambda job: self.closed.append(job.request.id)),
             speculation,
-            lambda job: self.closed.append(job.request.id),
-            cache=cache,
-            operations=operations,
-            coding=None if kv is None else coding_for(loaded, kv),
-            saves=saves,
         )
         self.loaded = loaded
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     )
     from gnomon.engine.completion import Choice, Completion
     from gnomon.engine.engine import Engine, load
+    from gnomon.engine.settings import Host, Settings
 
 __version__ = "0.1.0"
 __all__ = [
@@ -44,11 +45,13 @@ __all__ = [
     "Event",
     "Failed",
     "Finished",
+    "Host",
     "InvalidRequest",
     "Progress",
     "QueueFull",
     "Request",
     "SamplingParams",
+    "Settings",
     "Usage",
     "load",
 ]
@@ -57,6 +60,8 @@ _HOMES = {
     "Choice": "gnomon.engine.completion",
     "Completion": "gnomon.engine.completion",
     "Engine": "gnomon.engine.engine",
+    "Host": "gnomon.engine.settings",
+    "Settings": "gnomon.engine.settings",
     "load": "gnomon.engine.engine",
 }
 

@@ -17,6 +17,7 @@ from gnomon.chat.tokenizer import Tokenizer
 from gnomon.config import EngineConfig, HTTPConfig, SamplingDefaults
 from gnomon.engine.api import Request
 from gnomon.engine.engine import Engine, load
+from gnomon.engine.settings import Host
 from gnomon.serve.app import create_app
 from gnomon.trace import RequestTrace, Tracer
 
@@ -53,7 +54,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(path: Path, sink: Keep) -> Iterator[Engine]:
-    with load(path, EngineConfig(prefill_chunk=16), tracer=Tracer([sink])) as running:
+    with load(path, EngineConfig(prefill_chunk=16), Host(tracer=Tracer([sink]))) as running:
         yield running
 
 
@@ -112,7 +113,7 @@ def test_a_cancelled_request_says_so(engine: Engine, sink: Keep) -> None:
 
 def test_through_http_with_delivery(engine: Engine, sink: Keep, path: Path) -> None:
     tokenizer = Tokenizer.load(path)
-    tracer = engine._tracer  # pyright: ignore[reportPrivateUsage]
+    tracer = engine.host.tracer
     app = create_app(
         engine,
         tokenizer,
@@ -135,7 +136,7 @@ def test_through_http_with_delivery(engine: Engine, sink: Keep, path: Path) -> N
 
 def test_json_lines_of_a_real_request(path: Path) -> None:
     stream = io.StringIO()
-    with load(path, tracer=Tracer([JsonLines(stream)], sync=True)) as running:
+    with load(path, host=Host(tracer=Tracer([JsonLines(stream)], sync=True))) as running:
         running.generate([5, 6, 7], max_tokens=3, ignore_eos=True)
     lines = [json.loads(line) for line in stream.getvalue().splitlines()]
     assert lines[-1]["p2r"] == "request"

@@ -30,8 +30,10 @@ def test_config_prints_value_and_origin():
 
 def test_config_as_a_table(tmp_path):
     (tmp_path / "generation_config.json").write_text('{"top_k": 20}')
-    done = gnomon("config", str(tmp_path), "--temp", "0.25", COLUMNS="400")
+    done = gnomon("config", str(tmp_path), "--temp", "0.25", COLUMNS="40")
     lines = {line.split()[0]: line for line in done.stdout.splitlines()}
+    # A pipe has no width: nothing may be folded or cut, or it can't be searched.
+    assert lines["--generation-checkpoint"].split()[1:] == ["unset", "built-in", "GNOMON_GENERATION_CHECKPOINT"]
     assert lines["--temperature"].split()[:3] == ["--temperature", "0.25", "--temp"]
     assert f"generation_config of {tmp_path}" in lines["--top-k"]
     assert lines["--port"].split()[1:] == ["8080", "built-in", "GNOMON_PORT"]

@@ -21,6 +21,7 @@ from engine_fixtures import tiny_engine, tiny_model, tiny_tokenizer
 from gnomon.chat.template import ChatTemplate
 from gnomon.config import EngineConfig, HTTPConfig, SamplingDefaults
 from gnomon.engine.engine import Engine, load
+from gnomon.engine.settings import Settings
 from gnomon.serve.app import create_app
 from solo import GAP_BOUNDS, solo, ties_until_equal
 
@@ -205,7 +206,7 @@ def test_the_starter_knows_the_capital_of_france(starter_path: Path) -> None:
     from gnomon.chat.tokenizer import Tokenizer
 
     tokenizer, http = Tokenizer.load(starter_path), HTTPConfig()
-    engine = load(starter_path, EngineConfig(), model_id="starter")
+    engine = load(starter_path, Settings(model_id="starter"))
     app = create_app(engine, tokenizer, ChatTemplate(tokenizer), http, SamplingDefaults())
     with serving(app, engine, http) as live, OpenAI(base_url=live.url + "/v1", api_key="none") as client:
         stream = client.chat.completions.create(

@@ -180,7 +180,7 @@ def test_many_mixed_batches(model_type: str, config: SpeculationConfig, rows: in
 @pytest.mark.parametrize("rows", [1, 3])
 def test_coded_keys_and_values_are_taken_back_too(rows: int) -> None:
     """Also where the coding begins within the answer."""
-    scheme, plan = KvScheme("8", start=70), Plan(66, 0, 30, None, 1.0, None)
+    scheme, plan = KvScheme("affine", bits=8, start=70), Plan(66, 0, 30, None, 1.0, None)
     wide = tiny_loaded("llama", model=tiny_models.make("llama", num_hidden_layers=2, head_dim=64))
     plain = Rig(wide, kv=scheme)
     plain.submit(plan.request("0"))

@@ -13,6 +13,7 @@ from engine_fixtures import SMALLER, tiny_loaded, tiny_tokenizer
 from gnomon.config import EngineConfig, KernelConfig, SpeculationConfig
 from gnomon.engine.api import Delta, Event, Failed, Finished, Request, SamplingParams
 from gnomon.engine.engine import Engine
+from gnomon.engine.settings import Settings
 from gnomon.kernels import build, dispatch, native
 from kernels.built import load_kernels
 from tiny_models import VOCAB_SIZE, make
@@ -40,9 +41,9 @@ def engine(model_type: str, batch: int, speculation: SpeculationConfig | None = 
     return Engine(
         load,
         tiny_tokenizer(),
-        EngineConfig(batch=batch),
-        kernels=KernelConfig(kernels="native"),
-        speculation=speculation,
+        Settings(
+            EngineConfig(batch=batch), KernelConfig(kernels="native"), speculation=speculation or SpeculationConfig()
+        ),
         load_draft=load if speculation is not None and speculation.draft_model else None,
     )
 
@@ -109,7 +110,7 @@ def test_guessing_changes_no_bit(loaded: ModuleType, model_type: str, kind: str)
         with engine(model_type, batch, config) as guessing:
             assert run(guessing, asked) == alone
             stats = guessing.stats()
-        assert stats["speculation"]["sources"] == [kind]
+        assert kind in stats["speculation"]["sources"]
         # Random models don't repeat what they read, but they agree with themselves.
         assert stats["proposals"]["accepted" if kind == "two-model" else "proposed"] > 0
         assert stats["speculation"]["draft_failed"] is None

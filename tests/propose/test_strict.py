@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from engine_fixtures import EOS_ID, tiny_tokenizer
 from gnomon.chat.reasoning import TagFormat
-from gnomon.chat.spans import ToolSpans, tool_spans
+from gnomon.chat.spans import ToolSpans, can_settle, tool_spans
 from gnomon.chat.template import ChatTemplate
 from gnomon.chat.tools import parse
 from gnomon.propose.strict import Strict
@@ -127,6 +127,8 @@ def test_ids_of_calls_are_the_models_to_choose() -> None:
 @pytest.mark.parametrize("file", ["chatml.jinja", "llama3.jinja", "tools/deepseek_v3.jinja", "harmony.jinja"])
 def test_other_notations_settle_nothing(file: str) -> None:
     assert spans_of(TOOLS, file) is None
+    assert not can_settle(ChatTemplate(Templated(file)))
+    assert can_settle(ChatTemplate(Templated("qwen3.jinja")))
 
 
 def test_too_many_tools_settle_nothing() -> None:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import tiny_models
 from engine_fixtures import tiny_loaded
 from gnomon.cli import main
+from gnomon.kernels import dispatch
 from gnomon.quantize.kv import PLAIN, Sensitivity, allocate, divergence, logits, measure, sample
 
 
@@ -127,3 +128,18 @@ def test_what_else_a_kv_config_may_say_is_refused(tmp_path: Path) -> None:
             read_kv_config(tmp_path)
     file.write_text('[{"layer_idx": 1, "bits": 0}]')
     assert read_kv_config(tmp_path) == {}
+
+
+def test_the_model_runs_in_steps_so_that_native_kernels_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded, inside = tiny_loaded("llama"), list[bool]()
+    kind = type(loaded.model)
+    plain = kind.__call__
+
+    def call(self: object, *args: object, **named: object) -> mx.array:
+        inside.append(dispatch.in_step())
+        return plain(self, *args, **named)
+
+    monkeypatch.setattr(kind, "__call__", call)
+    logits(loaded, sample(loaded, 1, 4))
+    assert inside == [True] * 5
+    assert not dispatch.in_step()

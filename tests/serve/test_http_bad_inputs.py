@@ -361,6 +361,16 @@ def test_unknown_routes_and_methods(client: TestClient) -> None:
     assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
 
 
+@pytest.mark.parametrize(
+    ("interval", "says"), [("61", "must be at most 60"), ("0", "must be at least 0.1"), ("x", "must be of type float")]
+)
+def test_parameters_of_the_query_have_the_error_body_too(client: TestClient, interval: str, says: str) -> None:
+    response = client.get("/stats/stream", params={"interval": interval})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "interval")
+    assert error["message"] == f'interval {says}, got "{interval}"'
+
+
 def test_a_model_that_still_loads(client: TestClient, engine: FakeEngine) -> None:
     class Loading(FakeEngine):
         @property

@@ -12,8 +12,9 @@ from starlette.testclient import TestClient
 
 from engine_fixtures import tiny_loaded, tiny_tokenizer
 from gnomon.chat.template import ChatTemplate
-from gnomon.config import ConfigError, EngineConfig, HTTPConfig, SamplingDefaults, SpeculationConfig, resolve
+from gnomon.config import ConfigError, HTTPConfig, SamplingDefaults, SpeculationConfig, resolve
 from gnomon.engine.engine import Engine
+from gnomon.engine.settings import Settings
 from gnomon.serve.app import create_app
 
 TOKENIZER = tiny_tokenizer()
@@ -42,7 +43,7 @@ class Templated:
 
 
 def client_of(fill: SpeculationConfig) -> Iterator[TestClient]:
-    engine = Engine(tiny_loaded, TOKENIZER, EngineConfig(), model_id="tiny", speculation=fill)
+    engine = Engine(tiny_loaded, TOKENIZER, Settings(model_id="tiny", speculation=fill))
     try:
         engine.wait(60)
         template = ChatTemplate(Templated())

@@ -332,7 +332,7 @@ def test_cancelled_stays_cancelled_though_the_engine_was_faster(
     engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.script = None
-    monkeypatch.setattr(engine, "cancel", lambda _: None)
+    monkeypatch.setattr(engine, "cancel", lambda _, *, answered=False: None)
     with app_client(engine) as client:
         services: Services = client.app.state.services  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
         answers: list[Any] = []

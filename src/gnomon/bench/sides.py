@@ -23,6 +23,7 @@ from gnomon.chat.tokenizer import Tokenizer
 from gnomon.config import EngineConfig, KernelConfig, KvConfig
 from gnomon.engine.api import Delta, Event, Failed, Finished, Request, Sink
 from gnomon.engine.engine import Engine
+from gnomon.engine.settings import Host, Settings
 from gnomon.models.load import LoadedModel, load
 from gnomon.state.batch_state import BatchState
 
@@ -280,10 +281,8 @@ class GnomonSide:
         self._engine = Engine(
             lambda: self._load(path),
             tokenizer,
-            config,
-            kernels=kernels,
-            prime=self._prime,
-            kv=kv.scheme,
+            Settings(config, kernels, kv.scheme),
+            Host(prime=self._prime),
         )
         self._engine.wait(LOAD_TIMEOUT)
         self._path = path

@@ -91,6 +91,13 @@ class _Written:
         return self.ends[-1]
 
 
+def can_settle(template: ChatTemplate) -> bool:
+    """Whether anything of a model's calls can be settled: it writes them as JSON or elements between tags, and reasoning, if any, too."""
+    return isinstance(template.tools, Tagged) and (
+        template.reasoning is None or isinstance(template.reasoning, TagFormat)
+    )
+
+
 def tool_spans(
     template: ChatTemplate,
     tools: Sequence[Mapping[str, Any]],
@@ -105,9 +112,7 @@ def tool_spans(
     and for tools without names.
     """
     format = template.tools
-    if not isinstance(format, Tagged) or not 0 < len(tools) <= MAX_TOOLS:
-        return None
-    if template.reasoning is not None and not isinstance(template.reasoning, TagFormat):
+    if not can_settle(template) or not isinstance(format, Tagged) or not 0 < len(tools) <= MAX_TOOLS:
         return None
     renderer = _Renderer(template, format, tools, decode, variables)
     functions = [cast("Mapping[str, Any]", tool["function"]) for tool in tools]
@@ -129,7 +134,7 @@ def tool_spans(
         endings,
         tuple(tools),
         format,
-        template.reasoning,
+        cast("TagFormat | None", template.reasoning),
         starts_thinking=opened,
     )
 

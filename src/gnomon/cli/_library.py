@@ -95,6 +95,16 @@ def _runnable() -> frozenset[str]:
     return frozenset(row.model_type for row in supported_types() if row.runs is not False)
 
 
+def stdout() -> Console:
+    """A console as wide as the terminal; on a pipe lines are never folded or cut, for other programs read them."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 10_000
+    return console
+
+
 def stderr() -> Console:
     from rich.console import Console
 

@@ -72,6 +72,7 @@ def start(config: Config, found: Found, *, serving: bool = False) -> Loaded[Engi
     from gnomon.chat.template import ChatTemplate
     from gnomon.chat.tokenizer import Tokenizer
     from gnomon.engine.engine import load as load_engine
+    from gnomon.engine.settings import Host, Settings
 
     tracer = tracer_of(config)
     config, notes = with_model_defaults(config, generation_config(found.path), found.id), config.notes
@@ -80,19 +81,17 @@ def start(config: Config, found: Found, *, serving: bool = False) -> Loaded[Engi
     try:
         tokenizer = Tokenizer.load(found.path)
         template = ChatTemplate(tokenizer)
-        engine = load_engine(
-            found.path,
-            config.engine,
-            model_id=found.id,
+        draft = draft_of(config)
+        settings = Settings(
+            engine=config.engine,
             kernels=config.kernel,
-            speculation=config.speculation,
-            draft=draft_of(config),
-            measurements=config.paths.cache,
-            cache=config.cache,
             kv=config.kv.scheme,
-            tracer=tracer,
-            saves=_saves(config) if serving else None,
+            cache=config.cache,
+            speculation=replace(config.speculation, draft_model=None if draft is None else str(draft)),
+            model_id=found.id,
+            measurements=config.paths.cache,
         )
+        engine = load_engine(found.path, settings, Host(tracer=tracer, saves=_saves(config) if serving else None))
     except (ValueError, OSError, RuntimeError, ImportError) as e:
         raise CommandError(f"{found.id} can't be loaded: {e}") from e
     return Loaded(engine, tokenizer, template, config, tracer)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gnomon.cli._library import size
+from gnomon.cli._library import size, stdout
 from gnomon.cli._verbs import CommandError
 from gnomon.config.units import GiB
 
@@ -42,14 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from gnomon.state.ssd.store import Store
 
     store = Store(args.directory)
     if not store.home.is_dir():
         raise CommandError(f"{args.directory} holds no states: it was not made by --ssd-cache")
-    console = Console(highlight=False)
+    console = stdout()
     act = {"list": _list, "verify": _verify, "prune": _prune, "explain": _explain}[args.action]
     try:
         return act(args, store, console)

@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from gnomon.cli._library import stdout
 from gnomon.cli._model import generation_config
 from gnomon.config import SERVE, Config, settings, with_model_defaults
 
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         origin = config.origin(s.group, s.name)
         style = "" if origin.kind == "default" else "bold"
         table.add_row(s.flag, s.show(value), str(origin), s.env, style=style)
-    Console(soft_wrap=True).print(table)
+    stdout().print(table)
     return 0
 
 

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gnomon.cli._library import find, runs, size, store_of
+from gnomon.cli._library import find, runs, size, stdout, store_of
 from gnomon.cli._verbs import CommandError
 from gnomon.config import Config, EngineConfig, KvConfig, ModelConfig, settings
 
@@ -106,10 +106,9 @@ def _matrix(id: str, needs: Needs) -> list[dict[str, Any]]:
 def _show(
     machine: Machine, room: float, context: int, report: list[dict[str, Any]], matrix: list[dict[str, Any]]
 ) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False)
+    console = stdout()
     console.print(
         f"{machine.name}: {size(machine.ram)} of memory, {size(room)} usable, "
         f"{machine.gbps:.0f} GB/s ({machine.origin}). Estimates; advice only unless --memory-budget is set.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from gnomon.cli._library import size, store_of
+from gnomon.cli._library import size, stdout, store_of
 from gnomon.cli._verbs import CommandError
 from gnomon.config import Config
 
@@ -21,7 +21,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from rich.console import Console
     from rich.table import Table
 
     from gnomon.hub import gc
@@ -29,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
 
     config: Config = args.config
     plan = gc.plan(store_of(config), force=args.force)
-    console = Console(highlight=False)
+    console = stdout()
     if plan.items:
         table = Table("what", "why", "size", box=None, pad_edge=False)
         for item in plan.items:

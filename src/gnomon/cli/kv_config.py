@@ -6,13 +6,13 @@ import argparse
 import json
 from pathlib import Path
 
-from gnomon.cli._library import find
+from gnomon.cli._library import find, stderr
 from gnomon.cli._verbs import CommandError
-from gnomon.config import Config, ModelConfig
+from gnomon.config import Config, KernelConfig, ModelConfig
 
 NAME = "kv-config"
 HELP = "measure how layers take fewer bits of keys and values, and write a kv_config.json"
-GROUPS = (ModelConfig,)
+GROUPS = (ModelConfig, KernelConfig)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from gnomon.chat.tokenizer import Tokenizer
     from gnomon.cli._model import check_backend
+    from gnomon.kernels import native
     from gnomon.models.kv import KV_CONFIG
     from gnomon.models.load import load
     from gnomon.quantize import kv
@@ -49,16 +50,27 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError(f"{out} is there already: --force replaces it, --out writes elsewhere")
     try:
         loaded = load(found.path)
+        kernels = config.kernel
+        native.prepare(
+            loaded.model,
+            "stock" if kernels.stock else kernels.kernels,
+            cache=kernels.kernel_cache,
+            threads=kernels.threads,
+        )
         if args.data is not None:
             rows = _cut(Tokenizer.load(found.path).encode(args.data.read_text("utf-8")), args.rows, args.length)
         else:
+            stderr().print(f"the model writes {args.rows} texts of {args.length} tokens")
             rows = kv.sample(loaded, args.rows, args.length)
     except (OSError, ValueError) as error:
         raise CommandError(f"{found.id}: {error}") from error
     measured: list[kv.Sensitivity] = []
     for one in kv.measure(loaded, rows):
         measured.append(one)
-        print(f"layer {one.layer:3d}  KL " + "  ".join(f"{bits} bits {one.kl[bits]:.3e}" for bits in kv.CANDIDATES))
+        print(
+            f"layer {one.layer:3d}  KL " + "  ".join(f"{bits} bits {one.kl[bits]:.3e}" for bits in kv.CANDIDATES),
+            flush=True,
+        )
     if not measured:
         raise CommandError(f"{found.id} has no layer whose keys and values can be coded in groups of {kv.GROUP}")
     totals = {bits: sum(one.num_bytes[bits] for one in measured) for bits in (*kv.CANDIDATES, kv.PLAIN)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from gnomon.cli._library import runs, size, store_of
+from gnomon.cli._library import runs, size, stdout, store_of
 from gnomon.config import Config
 
 NAME = "ls"
@@ -20,7 +20,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from rich.console import Console
     from rich.table import Table
 
     from gnomon.hub.registry import scan
@@ -53,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         ]
         print(json.dumps(rows, indent=2))
         return 0
-    console = Console(highlight=False)
+    console = stdout()
     if not shown:
         console.print("no models here; gnomon serve fetches the starter, gnomon get OWNER/NAME another")
         return 0

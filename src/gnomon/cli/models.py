@@ -7,6 +7,7 @@ import json
 from dataclasses import asdict
 
 from gnomon.cli import ls
+from gnomon.cli._library import stdout
 
 NAME = "models"
 HELP = "list the models that are here; with --supported, every model type and whether it runs and batches"
@@ -20,7 +21,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if not args.supported:
         return ls.run(args)
-    from rich.console import Console
     from rich.table import Table
 
     from gnomon.cli._model import check_backend
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     for row in rows:
         note = "; ".join(part for part in (f"as {row.same_as}" if row.same_as else "", row.note) if part)
         table.add_row(row.model_type, _verdict(row.runs), _verdict(row.batches), _verdict(row.ragged), note)
-    Console(highlight=False).print(table)
+    stdout().print(table)
     return 0
 
 

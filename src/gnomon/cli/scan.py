@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from gnomon.cli._library import runs, size, store_of
+from gnomon.cli._library import runs, size, stdout, store_of
 from gnomon.config import Config
 
 NAME = "scan"
@@ -17,7 +17,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from rich.console import Console
     from rich.table import Table
 
     from gnomon.hub import gc
@@ -50,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         report = {"models": rows, "unknown_formats": registry.unknown_formats, "removable_bytes": removable}
         print(json.dumps(report, indent=2))
         return 0
-    console = Console(highlight=False)
+    console = stdout()
     table = Table("model", "revision", "refs", "size", "state", box=None, pad_edge=False)
     for model in models:
         table.add_row(model.id, model.revision[:12], " ".join(model.refs), size(model.nbytes), state(model))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 
 from gnomon.cli._verbs import CommandError
 from gnomon.config import SERVE, Config
@@ -11,10 +12,13 @@ NAME = "serve"
 HELP = "serve a model over HTTP, as OpenAI's API; what gnomon does when no verb is named"
 GROUPS = SERVE
 
+log = logging.getLogger(__name__)
+
 
 def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
+    from gnomon.chat.spans import can_settle
     from gnomon.cli import _browser
     from gnomon.cli._library import find
     from gnomon.cli._model import Loaded, start, working
@@ -41,6 +45,13 @@ def run(args: argparse.Namespace) -> int:
             found = find(config)
             with working(f"loading {found.id}"):
                 loaded = start(config, found, serving=True)
+
+        if config.speculation.strict and not can_settle(loaded.template):
+            log.warning(
+                "--fill %s asserts nothing with %s: it doesn't write tool calls between tags",
+                config.speculation.fill,
+                loaded.engine.model.id,
+            )
 
         def ready() -> None:
             address = address_of(bound)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import mlx.core as mx
 
 from gnomon.chat.tokenizer import Tokenizer
-from gnomon.config import CacheConfig, EngineConfig
 from gnomon.engine.aside import Aside
 from gnomon.engine.batch import Batch
 from gnomon.engine.budget import Budget, ceiling
@@ -17,17 +17,17 @@ from gnomon.engine.counters import Counters
 from gnomon.engine.heart import Heart
 from gnomon.engine.mailbox import Ask, Beside, Cancel, Mailbox, Stop, Submit, Wake
 from gnomon.engine.persist import new_reuse
-from gnomon.engine.resume import Store
 from gnomon.engine.reuse import cache_bytes
 from gnomon.engine.row import Job, Row
 from gnomon.engine.runner import Runner, forked
 from gnomon.engine.scheduler import Prepared, Scheduler
+from gnomon.engine.settings import Host, Settings
 from gnomon.engine.speculation import Speculation
 from gnomon.models.load import LoadedModel
 from gnomon.state.batch_state import BatchState
 from gnomon.state.codecs import Coding
 from gnomon.state.prefix import PrefixCache
-from gnomon.trace import OFF, Phase, Tracer, Value
+from gnomon.trace import Phase, Value
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +36,27 @@ CLEAR_CACHE_STEPS = 256
 GAUGE_SECONDS = 0.25
 MAX_REBUILDS = 3
 """Shared steps failing in a row, though every row steps well alone, after which their requests fail."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A loaded model and how it is run. `operations` says whose kernels run: with others a state has other bits."""
+
+    loaded: LoadedModel
+    tokenizer: Tokenizer
+    budget: Budget
+    coding: Coding | None = None
+    operations: str = "stock"
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What the engine's door and its thread both hold. `on_close` hears of each request that ended, on the thread."""
+
+    mailbox: Mailbox
+    counters: Counters
+    heart: Heart
+    on_close: Callable[[Job], None]
 
 
 class Core:
@@ -47,50 +68,36 @@ class Core:
 
     def __init__(
         self,
-        loaded: LoadedModel,
-        tokenizer: Tokenizer,
-        config: EngineConfig,
-        budget: Budget,
-        mailbox: Mailbox,
-        counters: Counters,
-        heart: Heart,
-        speculation: Speculation | None,
-        on_close: Callable[[Job], None],
-        *,
-        prime: Callable[[BatchState], None] | None = None,
-        coding: Coding | None = None,
-        tracer: Tracer = OFF,
-        cache: CacheConfig | None = None,
-        operations: str = "stock",
-        saves: Store | None = None,
+        served: Served,
+        settings: Settings,
+        host: Host,
+        shared: Shared,
+        speculation: Speculation | None = None,
     ) -> None:
-        """`operations` says whose kernels run: with others a state has other bits.
-
-        Raises what opening the cache's directory raises.
-        """
+        """Raises what opening the cache's directory raises."""
+        loaded, tokenizer, config = served.loaded, served.tokenizer, settings.engine
         self.loaded = loaded
         self.tokenizer = tokenizer
-        self.mailbox = mailbox
-        self.counters = counters
-        self.heart = heart
-        self.runner = Runner(loaded, config, counters, heart, prime, coding)
+        self.host = host
+        self.mailbox = shared.mailbox
+        self.counters = shared.counters
+        self.heart = shared.heart
+        self.on_close = shared.on_close
+        self.runner = Runner(loaded, config, shared.counters, shared.heart, host.prime, served.coding)
         self.speculation = speculation
-        self.on_close = on_close
-        self.saves = saves
-        self.tracer = tracer
+        self.tracer = host.tracer
         self.eos_ids = frozenset({*loaded.eos_token_ids, *tokenizer.eos_ids})
         binding = loaded.binding
-        self.budget = budget
+        self.budget = served.budget
         self.ceiling = ceiling(config.memory_budget)
-        size = cache_bytes(config.prompt_cache, budget)
-        cache_config = cache or CacheConfig()
+        size = cache_bytes(config.prompt_cache, served.budget)
         self.reuse = new_reuse(
             self.runner,
             PrefixCache(size, config.cache_retention) if size else None,
             lambda ids: tokenizer.decode(ids, hide=False),
-            cache_config,
-            operations,
-            lambda: mailbox.post(Wake()),
+            settings.cache,
+            served.operations,
+            lambda: shared.mailbox.post(Wake()),
         )
         self.scheduler = Scheduler(
             rows=config.batch if binding.batchable else 1,
@@ -186,6 +193,8 @@ class Core:
     def has_memory(self, job: Job | None = None) -> bool:
         """Whether a request fits beside those admitted. What is reused gives way to them."""
         jobs = [other for other in self.jobs.values() if other.admitted and other.open]
+        if job is not None and not self.budget.has_kv([job, *jobs]):
+            return False
         left = self.budget.left(jobs if job is None else [job, *jobs])
         if left is not None and left < 0:
             return False
@@ -284,7 +293,7 @@ class Core:
 
     def grown(self) -> None:
         """Rows have further tokens: lend and save what is due."""
-        batch, saves = self.batch, self.saves
+        batch, saves = self.batch, self.host.saves
         for b, row in enumerate(batch.rows):
             if row.open and batch.state is not None:
                 self.reuse.grown(row, batch.state, b)
@@ -298,7 +307,7 @@ class Core:
 
         A request that failed for a reason of its own would fail again where it goes on.
         """
-        saves, slot = self.saves, job.slot
+        saves, slot = self.host.saves, job.slot
         if saves is None or slot is None:
             return
         if job.fatal or (job.cancelled and not job.answered):

@@ -54,12 +54,17 @@ def curve_of(runner: Runner, *, name: str, most_rows: int, cache: Path | None, w
     sizes = batch_sizes(most_rows if loaded.binding.batchable else 1)
     wanted = [rows for rows in sizes if not {"1", *map(str, widths)} <= set(known.get(str(rows), {}))]
     if wanted:
-        log.info("measuring the cost of steps with %s rows, once for this model and machine", wanted)
+        log.info(
+            "measuring the cost of steps with %s rows, once for this model and machine; it can take a minute on a CPU "
+            "(a pinned --num-draft-tokens needs no measurement)",
+            wanted,
+        )
         begun = time.perf_counter()
         for rows in wanted:
             known[str(rows)] = {str(width): seconds for width, seconds in _measured(runner, rows, widths).items()}
+            # After each, so that a start that is broken off has not measured in vain.
+            _write(cache, {**store, key: known})
         log.info("measured in %.1f s", time.perf_counter() - begun)
-        _write(cache, {**store, key: known})
     plain = {rows: known[str(rows)]["1"] for rows in sizes}
     windows = {rows: {width: known[str(rows)][str(width)] for width in widths} for rows in sizes}
     return Curve(plain, windows)

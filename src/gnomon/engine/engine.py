@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from gnomon.chat.constraint import Constraint
 from gnomon.chat.tokenizer import Tokenizer
-from gnomon.config import CacheConfig, EngineConfig, KernelConfig, KvScheme, SpeculationConfig
+from gnomon.config import EngineConfig
 from gnomon.engine import admission, stats
 from gnomon.engine.api import (
     EngineError,
@@ -35,29 +35,25 @@ from gnomon.engine.api import (
     Unenforceable,
 )
 from gnomon.engine.aside import SideJob
-from gnomon.engine.budget import Budget, allocator_limits, budget_for
-from gnomon.engine.coding import coding_for, stats_of, tier_of
+from gnomon.engine.budget import allocator_limits
 from gnomon.engine.completion import Completion, collect
-from gnomon.engine.core import Core
+from gnomon.engine.core import Core, Shared
 from gnomon.engine.counters import Counters
-from gnomon.engine.drafting import check_draft, check_tokenizers, open_speculation
+from gnomon.engine.drafting import check_tokenizers
 from gnomon.engine.embedding import EmbeddingJob, embeds
 from gnomon.engine.heart import Heart
 from gnomon.engine.mailbox import Ask, Beside, Cancel, Mailbox, Stop, Submit
-from gnomon.engine.resume import Record, Slot, Store, claim, files_of
+from gnomon.engine.opening import Opened, open_core, sections
+from gnomon.engine.resume import Record, Slot, claim
 from gnomon.engine.row import Job
-from gnomon.engine.runner import DeviceFailed, Runner
+from gnomon.engine.runner import DeviceFailed
 from gnomon.engine.sampling import fresh_seed
 from gnomon.engine.scoring import ScoringJob
-from gnomon.engine.speculation import ProposerFactory
+from gnomon.engine.settings import Host, Settings
 from gnomon.grammar import Compiled, Compiler, Vocabulary
 from gnomon.grammar import Unenforceable as NoGrammar
-from gnomon.kernels import native
-from gnomon.kernels.native import Kernels
 from gnomon.models.load import LoadedModel, read_config
 from gnomon.models.load import load as load_model
-from gnomon.state.batch_state import BatchState
-from gnomon.trace import OFF, Tracer
 
 log = logging.getLogger(__name__)
 
@@ -76,56 +72,31 @@ MAX_RESETS = 3
 class Engine:
     """Serves one model from one thread, which loads it, builds every graph and evaluates it.
 
-    `load`, `load_draft`, `propose` and `prime` run on that thread; `prime` may fill the fresh state of a prompt before its prefill. What
-    steps cost is kept in the directory `measurements`. `on_failure`
-    is called from it, once, after every open request has heard `Failed`, when the engine can't go on: the host process should
-    then exit non-zero. `saves` is where running generations are saved; the engine closes it at its end.
+    `load` and `load_draft` run on that thread.
     """
 
     def __init__(
         self,
         load: Callable[[], LoadedModel],
         tokenizer: Tokenizer,
-        config: EngineConfig | None = None,
+        settings: Settings | None = None,
+        host: Host | None = None,
         *,
-        model_id: str | None = None,
-        speculation: SpeculationConfig | None = None,
         load_draft: Callable[[], LoadedModel] | None = None,
-        measurements: Path | None = None,
-        propose: ProposerFactory | None = None,
-        on_failure: Callable[[str], None] | None = None,
-        prime: Callable[[BatchState], None] | None = None,
-        tracer: Tracer = OFF,
-        kernels: KernelConfig | None = None,
-        cache: CacheConfig | None = None,
-        kv: KvScheme | None = None,
-        saves: Store | None = None,
     ) -> None:
-        self._cache = cache
-        self.saves = saves
-        self._identity = ""
-        self.config = config or EngineConfig()
-        self._kernel_config = kernels or KernelConfig(kernels="stock")
-        self._kv = kv or KvScheme()
-        self._kv_stats: dict[str, Any] = {}
-        self._kernels = Kernels("stock", native=False)
+        self.settings = settings or Settings()
+        self.config = self.settings.engine
         self.tokenizer = tokenizer
+        self.host = host or Host()
+        self._saves = self.host.saves
         self._load = load
-        self._model_id = model_id
-        self._speculate = speculation or SpeculationConfig()
         self._load_draft = load_draft
-        self._measurements = measurements
-        self._propose = propose
-        self._prime = prime
-        self._tracer = tracer
-        self._on_failure = on_failure
         self._mailbox = Mailbox()
         self._counters = Counters()
         self._heart = Heart(self.config.stall_timeout)
         self._started = time.time()
-        self._model: ModelInfo | None = None
         self._core: Core | None = None
-        self._budget: Budget | None = None
+        self._opened: Opened | None = None
         self._compiler: Compiler | None = None
         self._error: Exception | None = None
         self._loaded = threading.Event()
@@ -146,15 +117,19 @@ class Engine:
 
     @property
     def model(self) -> ModelInfo:
-        if self._model is None:
+        return self._ready.model
+
+    @property
+    def _ready(self) -> Opened:
+        if self._opened is None:
             raise EngineUnavailable("the model is still loading" if self._error is None else str(self._error))
-        return self._model
+        return self._opened
 
     def wait(self, timeout: float | None = None) -> ModelInfo:
         """Wait until the model is loaded. Raises what loading raised, or TimeoutError."""
         if not self._loaded.wait(timeout):
             raise TimeoutError(f"the model was not loaded within {timeout} s")
-        if self._model is None and self._error is not None:
+        if self._opened is None and self._error is not None:
             raise self._error
         return self.model
 
@@ -163,35 +138,36 @@ class Engine:
 
         Raises `InvalidRequest`, `QueueFull` or `EngineUnavailable`; then nothing was started.
         """
-        model, budget = self.model, self._budget
+        opened, saves = self._ready, self._saves
         grammar = None if request.constraint is None else self._grammar(request.constraint)
-        slot, record = None, None
-        if self.saves is not None:
-            request, slot, record = claim(
-                self.saves, request, self._identity, self.tokenizer, model.vocab_size, grammar
-            )
+        if saves is None:
+            self._submit(request, sink, opened, grammar)
+            return
+        vocab_size = opened.model.vocab_size
+        request, slot, record = claim(saves, request, opened.identity, self.tokenizer, vocab_size, grammar)
         try:
-            self._submit(request, sink, model, budget, grammar, slot, record)
+            self._submit(request, sink, opened, grammar, slot, record)
         except EngineError:
-            if self.saves is not None and slot is not None:
-                self.saves.keep(slot)
+            if slot is not None:
+                saves.keep(slot)
             raise
-        if record is not None and self.saves is not None:
-            self.saves.tell_resumed(record)
+        if record is not None:
+            saves.tell_resumed(record)
             log.info("request %s goes on after %d tokens of an interrupted answer", request.id, len(record.tokens))
 
     def _submit(
         self,
         request: Request,
         sink: Sink,
-        model: ModelInfo,
-        budget: Budget | None,
+        opened: Opened,
         grammar: Compiled | None,
-        slot: Slot | None,
-        record: Record | None,
+        slot: Slot | None = None,
+        record: Record | None = None,
     ) -> None:
-        in_memory = budget.max_context(max(1, request.n)) if budget is not None else None
+        model = opened.model
+        in_memory = opened.budget.max_context(max(1, request.n))
         limit = admission.token_limit(request, model, self.config.context_limit, in_memory)
+        admission.check_states(request, limit, opened.budget)
         seed = request.sampling.seed
         if seed is None:
             seed = fresh_seed() if record is None else record.seed
@@ -204,7 +180,7 @@ class Engine:
             self._open[request.id] = job
             self._counters.submitted_requests += 1
             self._counters.submitted_rows += request.n
-            self._tracer.begin(request.id, request.trace_id, at=job.submitted)
+            self.host.tracer.begin(request.id, request.trace_id, at=job.submitted)
             self._mailbox.post(Submit(job))
 
     def embed(self, prompts: Sequence[tuple[int, ...]]) -> Future[list[list[float]]]:
@@ -212,7 +188,7 @@ class Engine:
 
         Raises `InvalidRequest`, `QueueFull` or `EngineUnavailable`; the future may raise `EngineError`.
         """
-        model = self.model
+        model = self._ready.model
         if not embeds(model.model_type):
             raise InvalidRequest(
                 f"the model {model.id} ({model.model_type}) gives no embeddings", "model", "unsupported"
@@ -228,8 +204,8 @@ class Engine:
         return self._set_aside(ScoringJob(prompts, top, self.tokenizer), names)
 
     def _set_aside(self, job: SideJob[T], names: Sequence[str]) -> Future[list[T]]:
-        model, budget = self.model, self._budget
-        in_memory = budget.max_context(1) if budget is not None else None
+        opened = self._ready
+        model, in_memory = opened.model, opened.budget.max_context(1)
         for name, prompt in zip(names, job.prompts, strict=True):
             admission.check_length(prompt, name, model, in_memory)
         with self._idle:
@@ -334,7 +310,7 @@ class Engine:
             return Health("failed", age, str(error) or type(error).__name__)
         if not self._thread.is_alive():
             return Health("stopped", age) if self._stopped else Health("failed", age, "the engine thread died")
-        if self._model is None:
+        if self._opened is None:
             return Health("loading", age)
         if self._heart.is_late:
             return Health("stalled", age, f"{self._heart.doing} for {age:.0f} s")
@@ -344,6 +320,7 @@ class Engine:
         """Counters and gauges by section, as plain JSON values; gauges are as old as the last turn that took them."""
         with self._lock:
             jobs = list(self._open.values())
+        core, opened = self._core, self._opened
         return {
             "engine": {
                 "state": self.health().state,
@@ -352,12 +329,15 @@ class Engine:
                 "started_at": self._started,
                 "open_requests": len(jobs),
             },
-            **stats.snapshot(self._counters, self.config, self._model, self._budget, jobs),
-            **(self._core.reuse.sections() if self._core is not None else {}),
-            "generation_checkpoints": {"enabled": False} if self.saves is None else self.saves.stats(),
-            **self._told_of_speculation(),
-            "kernels": dict(self._kernels.stats()),
-            "kv_quant": self._kv_stats,
+            **stats.snapshot(
+                self._counters,
+                self.config,
+                opened.model if opened is not None else None,
+                opened.budget if opened is not None else None,
+                jobs,
+            ),
+            "generation_checkpoints": {"enabled": False} if self._saves is None else self._saves.stats(),
+            **(sections(opened, core) if opened is not None and core is not None else {}),
         }
 
     def flush(self, timeout: float) -> FlushReport:
@@ -381,12 +361,6 @@ class Engine:
         except TimeoutError:
             return None
 
-    def _told_of_speculation(self) -> Mapping[str, Any]:
-        core = self._core
-        if core is None or core.speculation is None:
-            return {"speculation": {"enabled": False}}
-        return {"speculation": {"enabled": True, **core.speculation.stats(self._counters.active_rows)}}
-
     def drain(self, timeout: float) -> bool:
         """Refuse new requests and wait up to `timeout` seconds for the open ones; True if all ended by themselves."""
         with self._idle:
@@ -401,8 +375,8 @@ class Engine:
         if threading.current_thread() is not self._thread:
             self._thread.join()
             _await_thread_exit(self._thread.native_id)
-            if self.saves is not None:
-                self.saves.close()
+            if self._saves is not None:
+                self._saves.close()
             atexit.unregister(self.stop)
 
     def __enter__(self) -> Engine:
@@ -441,7 +415,15 @@ class Engine:
 
     def _live(self) -> None:
         try:
-            core = self._core = self._open_core()
+            core, opened = open_core(
+                self._load,
+                self._load_draft,
+                self.tokenizer,
+                self.settings,
+                self.host,
+                Shared(self._mailbox, self._counters, self._heart, self._closed),
+            )
+            self._core, self._opened = core, opened
         except Exception as error:  # noqa: BLE001  (whatever the load raised reaches the caller through `wait` and `health`)
             self._fail(None, error)
             return
@@ -477,81 +459,6 @@ class Engine:
         core.close()
         core.reuse.close()
 
-    def _open_core(self) -> Core:
-        loaded = self._load()
-        wanted = self._kernel_config
-        self._kernels = native.prepare(
-            loaded.model,
-            "stock" if wanted.stock else wanted.kernels,
-            cache=wanted.kernel_cache,
-            threads=wanted.threads,
-        )
-        binding = loaded.binding
-        limits = [one for one in (loaded.context_length, self.config.context_limit) if one is not None]
-        draft = self._load_draft() if self._load_draft is not None else None
-        if draft is not None:
-            check_draft(draft)
-            native.prepare(
-                draft.model,
-                "stock" if wanted.stock else wanted.kernels,
-                cache=wanted.kernel_cache,
-                threads=wanted.threads,
-            )
-        budget = self._budget = budget_for(loaded, self.config.memory_budget, self._kv, draft)
-        coding = coding_for(loaded, self._kv)
-        self._kv_stats = stats_of(self._kv, coding, loaded)
-        core = Core(
-            loaded,
-            self.tokenizer,
-            self.config,
-            budget,
-            self._mailbox,
-            self._counters,
-            self._heart,
-            open_speculation(
-                self._speculate,
-                loaded,
-                draft,
-                runner_of=lambda model: Runner(
-                    model, self.config, Counters(), self._heart, coding=coding if model is loaded else None
-                ),
-                kernels=f"{self._kernels.name} {self._kv.name}",
-                reuse=lambda: self._opened.reuse,
-                measurements=self._measurements,
-                extra=self._propose,
-            ),
-            self._closed,
-            prime=self._prime,
-            coding=coding,
-            tracer=self._tracer,
-            cache=self._cache,
-            operations=self._kernels.identity,
-            saves=self.saves,
-        )
-        files = files_of(loaded.path) if self.saves is not None else ""
-        self._identity = f"{core.reuse.identity}\n{files}\n{'native' if self._kernels.native else 'stock'}"
-        self._model = ModelInfo(
-            id=self._model_id or loaded.path.name,
-            path=str(loaded.path),
-            model_type=loaded.model_type,
-            context_length=min(limits) if limits else None,
-            vocab_size=loaded.vocab_size,
-            eos_token_ids=loaded.eos_token_ids,
-            weight_bytes=loaded.weight_bytes,
-            created=int(self._started),
-            batchable=binding.batchable,
-            why_not_batchable=binding.why_not,
-            asserts_calls=self._speculate.strict,
-            tier="Lab" if self._kernels.native else tier_of(self._kv, coding, loaded),
-        )
-        return core
-
-    @property
-    def _opened(self) -> Core:
-        if self._core is None:
-            raise EngineUnavailable("the model is still loading")
-        return self._core
-
     def _fail(self, core: Core | None, error: Exception) -> None:
         """The engine can't go on: tell every open request, health and the host."""
         log.critical("the engine failed: %s", error)
@@ -559,8 +466,8 @@ class Engine:
             self._error = error
         if core is not None:
             self._end(core, error, "engine_failed")
-        if self._on_failure is not None:
-            self._on_failure(str(error) or type(error).__name__)
+        if self.host.on_failure is not None:
+            self.host.on_failure(str(error) or type(error).__name__)
 
     def _end(self, core: Core, error: Exception, code: str) -> None:
         """Fail what is open, commands still in the mailbox included: none comes after, since submits look at the flags first."""
@@ -588,52 +495,24 @@ def _await_thread_exit(native_id: int | None) -> None:
         time.sleep(0.001)
 
 
-def load(
-    path: str | Path,
-    config: EngineConfig | None = None,
-    *,
-    kernels: KernelConfig | None = None,
-    cache: CacheConfig | None = None,
-    speculation: SpeculationConfig | None = None,
-    draft: Path | None = None,
-    measurements: Path | None = None,
-    kv: KvScheme | None = None,
-    model_id: str | None = None,
-    on_failure: Callable[[str], None] | None = None,
-    tracer: Tracer = OFF,
-    saves: Store | None = None,
-) -> Engine:
+def load(path: str | Path, settings: Settings | EngineConfig | None = None, host: Host | None = None) -> Engine:
     """Load the MLX model directory at `path` and start its engine. Raises what loading raises.
-
-    `kernels` None means stock operations. Measured costs of steps are kept in `measurements`. `draft` is the directory of the model
-    that drafts, `speculation.draft_model` unless given. `kv` None holds keys and values plain. Running generations are kept in `saves`.
 
     Stop the engine when done: it is a context manager.
     """
     path = Path(path)
+    if isinstance(settings, EngineConfig):
+        settings = Settings(settings)
     # Before the tokenizer's word on what it misses.
     read_config(path)
     tokenizer = Tokenizer.load(path)
-    if draft is None and speculation is not None and speculation.draft_model is not None:
-        draft = Path(speculation.draft_model)
+    wanted = settings.speculation.draft_model if settings is not None else None
+    draft = Path(wanted) if wanted is not None else None
     if draft is not None:
         read_config(draft)
         check_tokenizers(tokenizer, Tokenizer.load(draft))
-    engine = Engine(
-        lambda: load_model(path),
-        tokenizer,
-        config,
-        model_id=model_id,
-        speculation=speculation,
-        load_draft=None if draft is None else lambda: load_model(draft),
-        measurements=measurements,
-        on_failure=on_failure,
-        kernels=kernels,
-        cache=cache,
-        kv=kv,
-        tracer=tracer,
-        saves=saves,
-    )
+    load_draft = None if draft is None else lambda: load_model(draft)
+    engine = Engine(lambda: load_model(path), tokenizer, settings, host, load_draft=load_draft)
     try:
         engine.wait()
     except BaseException:

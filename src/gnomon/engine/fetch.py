@@ -91,8 +91,7 @@ class Fetcher:
         plan = self.tier.index.plan(root_key(namespace).hex(), prompt, cache.allowed)
         if plan.length <= here:
             return None
-        walk = cache.tree.walk(namespace, prompt)
-        blocks = {block.key: block for block in (*walk.whole, *(block for block, _ in walk.ends)) if not block.is_ghost}
+        blocks = {block.key: block for block in cache.tree.walk(namespace, prompt).blocks if not block.is_ghost}
 
         def is_here(entry: Entry) -> bool:
             block = blocks.get(entry.key)

@@ -15,8 +15,8 @@ from gnomon.config import CacheConfig
 from gnomon.engine.disk import Disk, DiskUnusable
 from gnomon.engine.reuse import Reuse
 from gnomon.engine.runner import Runner
+from gnomon.state.fingerprint import fingerprint
 from gnomon.state.prefix import PrefixCache
-from gnomon.state.ssd.fingerprint import fingerprint
 
 log = logging.getLogger(__name__)
 

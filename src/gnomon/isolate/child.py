@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -14,6 +15,7 @@ from gnomon.isolate.messages import (
     Call,
     Cancel,
     Compile,
+    Drop,
     Happened,
     Ready,
     Reply,
@@ -66,6 +68,9 @@ def _report(engine: Engine, writer: Writer, ended: threading.Event) -> None:
 
 
 def _answer(connection: Connection, engine: Engine, writer: Writer) -> None:
+    under_way: dict[int, Future[Any]] = {}
+    """Embeddings and scorings by the number of their message."""
+
     def sink(event: Event) -> None:
         writer.send(Happened((event,)))
 
@@ -75,18 +80,34 @@ def _answer(connection: Connection, engine: Engine, writer: Writer) -> None:
                 return tuple(engine.compile(message.constraint))
             if message.name == "flush":
                 return engine.flush(message.argument)
-            if message.name == "embed":
-                return engine.embed(message.argument).result()
-            if message.name == "score":
-                return engine.score(*message.argument).result()
             return engine.close_session(message.argument)
 
         writer.send(_reply(message.number, work))
+
+    def set_aside(number: int, work: Callable[[], Future[Any]]) -> None:
+        def settle(done: Future[Any]) -> None:
+            under_way.pop(number, None)
+            if not done.cancelled():
+                writer.send(_reply(number, done.result))
+
+        asked = _reply(number, work)
+        if asked.error is not None:
+            writer.send(asked)
+            return
+        under_way[number] = asked.value
+        asked.value.add_done_callback(settle)
 
     while True:
         match connection.recv():
             case Submit(number, request):
                 writer.send(_reply(number, lambda request=request: engine.submit(request, sink)))
+            case Call(number, "embed", prompts):
+                set_aside(number, lambda prompts=prompts: engine.embed(prompts))
+            case Call(number, "score", (prompts, top)):
+                set_aside(number, lambda prompts=prompts, top=top: engine.score(prompts, top))
+            case Drop(number):
+                if (vectors := under_way.get(number)) is not None:
+                    vectors.cancel()
             case Compile() | Call() as message:
                 # A large grammar or a full queue of writes takes seconds, and requests don't wait for it.
                 threading.Thread(target=answer_one, args=(message,), name="isolate-call", daemon=True).start()

@@ -11,7 +11,7 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
@@ -41,6 +41,7 @@ from gnomon.isolate.messages import (
     Call,
     Cancel,
     Compile,
+    Drop,
     Happened,
     Ready,
     Reply,
@@ -116,6 +117,8 @@ class IsolatedEngine:
         self._tickets: dict[str, Ticket] = {}
         self._replies: dict[int, Future[Any]] = {}
         self._numbers = count(1)
+        self._aside: set[int] = set()
+        """Embeddings and scorings whose future is open."""
         self._child: Child | None = None
         """The one that is ready."""
         self._model: ModelInfo | None = None
@@ -168,7 +171,7 @@ class IsolatedEngine:
             self._tickets[request.id] = Ticket(request, sink)
             if child is None:
                 return
-            reply = self._ask(child, lambda number: Submit(number, request))
+            reply = self._ask(child, Submit(next(self._numbers), request))
         try:
             reply.result(self._patience.submit)
         except (EngineError, FutureTimeout) as error:
@@ -190,37 +193,50 @@ class IsolatedEngine:
             child = self._child
             if child is None:
                 raise EngineUnavailable(self._message)
-            reply = self._ask(child, lambda number: Compile(number, constraint))
+            reply = self._ask(child, Compile(next(self._numbers), constraint))
         try:
             return reply.result(self._patience.compile)
         except (FutureTimeout, ConnectionError) as error:
             raise EngineUnavailable("the engine's process did not compile the grammar") from error
 
     def embed(self, prompts: Sequence[tuple[int, ...]]) -> Future[list[list[float]]]:
-        """Vectors of length 1. Refusals come by the future; cancelling it doesn't stop the child's work."""
+        """Vectors of length 1. The child's refusals come by the future; whoever cancels it stops the work."""
         return self._later("embed", prompts)
 
     def score(self, prompts: Sequence[tuple[int, ...]], top: int) -> Future[list[tuple[TokenLogprob, ...]]]:
-        """Scores of the prompts' tokens but the first. Refusals come by the future; cancelling it doesn't stop the child's work."""
+        """Scores of the prompts' tokens but the first. The child's refusals come by the future; whoever cancels it stops the work."""
         return self._later("score", (prompts, top))
 
     def _later(self, name: Literal["embed", "score"], argument: Any) -> Future[Any]:
         made: Future[Any] = Future()
         with self._lock:
             child = self._child
+            if self._draining or self._stopping:
+                raise EngineUnavailable("the server is shutting down")
             if child is None:
                 raise EngineUnavailable(self._message)
-            reply = self._ask(child, lambda number: Call(number, name, argument))
+            number = next(self._numbers)
+            reply = self._ask(child, Call(number, name, argument))
+            self._aside.add(number)
 
         def settle(done: Future[Any]) -> None:
-            error = done.exception()
             if not made.set_running_or_notify_cancel():
                 return
+            error = done.exception()
             if error is None:
                 made.set_result(done.result())
             else:
                 made.set_exception(EngineUnavailable(str(error)) if isinstance(error, ConnectionError) else error)
 
+        def settled(_: Future[Any]) -> None:
+            with self._changed:
+                self._aside.discard(number)
+                dropped = self._replies.pop(number, None)
+                self._changed.notify_all()
+            if dropped is not None:
+                child.writer.send(Drop(number))
+
+        made.add_done_callback(settled)
         reply.add_done_callback(settle)
         return made
 
@@ -239,7 +255,7 @@ class IsolatedEngine:
             child = self._child
             if child is None:
                 return None
-            reply = self._ask(child, lambda number: Call(number, name, argument))
+            reply = self._ask(child, Call(next(self._numbers), name, argument))
         try:
             return reply.result(timeout)
         except (FutureTimeout, ConnectionError):
@@ -297,7 +313,7 @@ class IsolatedEngine:
         """Refuse new requests and wait up to `timeout` seconds for the open ones; True if all ended by themselves."""
         with self._changed:
             self._draining = True
-            return self._changed.wait_for(lambda: not self._tickets, timeout)
+            return self._changed.wait_for(lambda: not self._tickets and not self._aside, timeout)
 
     def stop(self) -> None:
         """End the child, giving it time to write what it holds. Open requests get `Failed`."""
@@ -388,7 +404,7 @@ class IsolatedEngine:
             self._child, self._model = child, model
             self._report = self._report or Report(Health("ok"), {})
             waiting = list(self._tickets.values())
-            replies = [(one, self._ask(child, lambda number, one=one: Submit(number, one.request))) for one in waiting]
+            replies = [(one, self._ask(child, Submit(next(self._numbers), one.request))) for one in waiting]
             self._changed.notify_all()
         for ticket, reply in replies:
             reply.add_done_callback(lambda done, ticket=ticket: self._resubmitted(ticket, done))
@@ -432,7 +448,8 @@ class IsolatedEngine:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child.process.pid, signal.SIGKILL)
         code = child.process.wait()
-        child.writer.close(0.0)
+        # Writes fail by now; the number of a socket closed under one might be another's the next moment.
+        child.writer.close()
         child.connection.close()
         how = _how(code)
         if not self._stopping and self._unloadable is None:
@@ -468,11 +485,10 @@ class IsolatedEngine:
             self._wake.wait(wait)
         self._deaths.append(time.monotonic())
 
-    def _ask(self, child: Child, message: Callable[[int], object]) -> Future[Any]:
-        """Send a numbered message; the lock is held."""
-        number, reply = next(self._numbers), Future[Any]()
-        self._replies[number] = reply
-        child.writer.send(message(number))
+    def _ask(self, child: Child, message: Submit | Compile | Call) -> Future[Any]:
+        """Send a message whose number is new; the lock is held."""
+        reply = self._replies[message.number] = Future[Any]()
+        child.writer.send(message)
         return reply
 
 

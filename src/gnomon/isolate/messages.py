@@ -51,6 +51,13 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
+class Drop:
+    """Nobody waits any more for the reply to this number."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """End the engine and the process."""
 

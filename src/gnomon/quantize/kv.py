@@ -10,7 +10,7 @@ from typing import Final, cast
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
-from gnomon.kernels import coded
+from gnomon.kernels import coded, dispatch
 from gnomon.models.load import LoadedModel
 from gnomon.state.batch_state import BatchState
 from gnomon.state.codecs import Affine, Codec, Coding
@@ -46,12 +46,13 @@ def logits(loaded: LoadedModel, rows: Sequence[Sequence[int]], coding: Coding | 
         state = BatchState(
             loaded.model, binding.make_caches(), pad_safe=binding.pad_safe, mask_ndim=binding.mask_ndim, coding=coding
         )
-        state.begin(1)
-        loaded.model(mx.array([row[:1]]), cache=state.caches)
-        state.commit()
-        state.begin(len(row) - 1)
-        found.append(loaded.model(mx.array([row[1:]]), cache=state.caches))
-        state.commit()
+        with dispatch.step():
+            state.begin(1)
+            loaded.model(mx.array([row[:1]]), cache=state.caches)
+            state.commit()
+            state.begin(len(row) - 1)
+            found.append(loaded.model(mx.array([row[1:]]), cache=state.caches))
+            state.commit()
         mx.eval(found[-1])
     return found
 
@@ -66,9 +67,10 @@ def sample(loaded: LoadedModel, num_rows: int, length: int, seed: int = 0) -> li
         row = [first]
         while len(row) < length:
             key, own = mx.random.split(key)
-            state.begin(1)
-            out = loaded.model(mx.array([row[-1:]]), cache=state.caches)
-            state.commit()
+            with dispatch.step():
+                state.begin(1)
+                out = loaded.model(mx.array([row[-1:]]), cache=state.caches)
+                state.commit()
             row.append(cast(int, mx.random.categorical(out[0, -1].astype(mx.float32), key=own).item()))
             mx.eval(state.arrays())
         rows.append(row)

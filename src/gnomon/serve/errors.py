@@ -9,6 +9,7 @@ from http import HTTPStatus
 from typing import Any, cast
 
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -163,7 +164,9 @@ _TYPES = {
     "bool_type": "bool",
     "int_type": "int",
     "int_from_float": "int",
+    "int_parsing": "int",
     "float_type": "float",
+    "float_parsing": "float",
     "string_type": "str",
     "list_type": "list",
     "dict_type": "object",
@@ -209,6 +212,12 @@ def install(app: FastAPI) -> None:
     async def engine(request: Request, error: Exception) -> Response:
         return from_engine(cast("EngineError", error)).response(request.url.path)
 
+    async def parameters(request: Request, error: Exception) -> Response:
+        first = cast("Sequence[ErrorDetails]", cast("RequestValidationError", error).errors())[0]
+        # The first part of the place is "query" or "path".
+        param = path_of(first["loc"][1:])
+        return invalid(f"{param} {_describe(first)}", param).response(request.url.path)
+
     async def gone(_: Request, __: Exception) -> Response:
         return Response(status_code=499)
 
@@ -226,5 +235,6 @@ def install(app: FastAPI) -> None:
 
     app.add_exception_handler(APIError, refused)
     app.add_exception_handler(EngineError, engine)
+    app.add_exception_handler(RequestValidationError, parameters)
     app.add_exception_handler(ClientDisconnected, gone)
     app.add_exception_handler(HTTPException, http)

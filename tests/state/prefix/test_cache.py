@@ -405,6 +405,50 @@ def test_without_pressure_the_longest_shared_prefix_is_lent(branches: list[tuple
         texts.append(tokens)
 
 
+def test_a_whole_block_that_lacks_layers_hides_no_shorter_one() -> None:
+    """Five tokens can be cut anywhere; the 256 that begin with them only be used at their end."""
+    cache, tokens = PrefixCache(1 << 20), numbers(0, 256)
+    publish(cache, tokens[:5], "full sliding")
+    publish(cache, tokens, "full sliding")
+    assert held(cache, tokens) == [0, 1, 2, 3, 4]
+    assert held(cache, (*tokens, 7)) == list(tokens)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 7),
+            st.one_of(st.integers(0, 9), st.integers(0, 600)),
+            st.one_of(st.integers(1, 9), st.integers(1, 400), st.sampled_from([256, 512])),
+        ),
+        min_size=1,
+        max_size=10,
+    ),
+    st.sampled_from(["full sliding", "full recurrent", "full recurrent sliding"]),
+)
+def test_without_pressure_the_longest_state_of_any_row_is_lent(
+    branches: list[tuple[int, int, int]], kinds: str
+) -> None:
+    """A row whose state can be cut lends what it shares with a prompt, any other its whole length or nothing."""
+    cache, texts, cuttable = PrefixCache(1 << 26), [()], [True]
+    for turn, (parent, at, count) in enumerate(branches):
+        tokens = (*texts[parent % len(texts)][:at], *numbers(1000 * (turn + 1), count))
+        state = row(tokens, kinds)
+        cache.publish("", tokens, state)
+        texts.append(tokens)
+        cuttable.append(state.can_cut(len(tokens)))
+        cache.check_integrity()
+        for asked in (*texts[1:], *((*text, 7) for text in texts)):
+            longest = 0
+            for text, can_cut in zip(texts, cuttable, strict=True):
+                shared = block.common(asked, text)
+                most = min(shared, len(asked) - 1)
+                longest = max(longest, most if can_cut else len(text) if len(text) <= most else 0)
+            assert cache.peek("", asked) == longest
+            assert held(cache, asked) == list(asked[:longest])
+
+
 def test_a_full_window_that_had_tokens_taken_back_is_not_cut() -> None:
     """Eight tokens of a window of eight, after three more were written and taken back: the first key is gone."""
     cache, tokens = PrefixCache(1 << 20), numbers(10, 8)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from pathlib import Path
 
 from gnomon.engine.api import Request
 
@@ -38,14 +37,3 @@ def request_key(request: Request, identity: str) -> str:
     else:
         named.update(b"\0ids\0" + array("q", request.prompt).tobytes())
     return named.hexdigest()
-
-
-def files_of(path: Path) -> str:
-    """Names, sizes and times of a model's files: another model at the same path is told from this one."""
-    found: list[tuple[str, int, int]] = []
-    if path.is_dir():
-        for file in sorted(path.iterdir()):
-            if file.is_file():
-                about = file.stat()
-                found.append((file.name, about.st_size, about.st_mtime_ns))
-    return hashlib.sha256(repr(found).encode(errors="surrogatepass")).hexdigest()

@@ -42,12 +42,15 @@ NB_MODULE(gnomon_kernels, m) {
 
   using gnomon::HeadForm;
   using gnomon::Projection;
-  nb::class_<Projection>(m, "Projection")
+  // A process may load builds for different instruction sets: the first one's types serve them all, as a type is registered once.
+  if (nb::handle known = nb::type<Projection>(); known.is_valid()) m.attr("Projection") = known;
+  else nb::class_<Projection>(m, "Projection")
       .def("__init__",
            [](Projection* self, const mlx::core::array& w, std::optional<mlx::core::array> scales, std::optional<mlx::core::array> biases, std::optional<mlx::core::array> bias, int group,
               int bits) { new (self) Projection{w, std::move(scales), std::move(biases), std::move(bias), group, bits}; },
            "w"_a, "scales"_a.none(), "biases"_a.none(), "bias"_a.none(), "group"_a, "bits"_a);
-  nb::class_<HeadForm>(m, "HeadForm")
+  if (nb::handle known = nb::type<HeadForm>(); known.is_valid()) m.attr("HeadForm") = known;
+  else nb::class_<HeadForm>(m, "HeadForm")
       .def("__init__",
            [](HeadForm* self, int q_heads, int k_heads, float norm_eps, int rope_dims, bool traditional, float base, float scale) {
              new (self) HeadForm{q_heads, k_heads, norm_eps, rope_dims, traditional, base, scale};

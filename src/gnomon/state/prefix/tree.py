@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from gnomon.state.prefix.block import BLOCK, Block, Checkpoint, chain, common, root_key
@@ -14,14 +14,24 @@ MAX_GHOSTS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """How far a prompt's tokens are known: `whole` blocks one after another, then blocks that share their first so many tokens with it."""
+    """How far a prompt's tokens are known: `whole` blocks one after another, then blocks that share their first so many tokens with it.
+
+    `sides` are blocks beside the whole ones, by how many come before: a whole block may lack layers that a shorter one beside it has.
+    """
 
     whole: Sequence[Block]
     ends: Sequence[tuple[Block, int]]
+    sides: Mapping[int, Sequence[tuple[Block, int]]]
 
     @property
     def base(self) -> int:
         return self.whole[-1].end if self.whole else 0
+
+    @property
+    def blocks(self) -> list[Block]:
+        """All blocks that share tokens with the prompt, ghosts among them."""
+        beside = [block for ends in (*self.sides.values(), self.ends) for block, _ in ends]
+        return [*self.whole, *beside]
 
     @property
     def matched(self) -> int:
@@ -47,11 +57,11 @@ class Walk:
                 break
             path.append(block)
         length = path[-1].end if path else 0
-        if len(path) == len(self.whole):
-            block, n = max(((b, n) for b, n in self.ends if b.is_complete), key=lambda end: end[1], default=(None, 0))
-            if block is not None:
-                path.append(block)
-                length += n
+        ends = self.ends if len(path) == len(self.whole) else self.sides.get(len(path), ())
+        block, n = max(((b, n) for b, n in ends if b.is_complete), key=lambda end: end[1], default=(None, 0))
+        if block is not None:
+            path.append(block)
+            length += n
         length = min(length, limit)
         return length, [block for block in path if block.start < length], None
 
@@ -60,10 +70,11 @@ class Walk:
             for position, checkpoint in block.checkpoints.items():
                 if position <= limit:
                     yield checkpoint, [*self.whole[: i + 1]]
-        for block, n in self.ends:
-            for position, checkpoint in block.checkpoints.items():
-                if position <= min(limit, self.base + n):
-                    yield checkpoint, [*self.whole, block]
+        for i, ends in (*self.sides.items(), (len(self.whole), self.ends)):
+            for block, n in ends:
+                for position, checkpoint in block.checkpoints.items():
+                    if position <= min(limit, block.start + n):
+                        yield checkpoint, [*self.whole[:i], block]
 
     def lost(self, start: int, stop: int) -> bool:
         """Whether state between these positions was held once and was evicted."""
@@ -84,6 +95,12 @@ def _has_rest(path: Sequence[Block], checkpoint: Checkpoint) -> bool:
     )
 
 
+def _sharing(parent: Block, tokens: tuple[int, ...], but: Block | None = None) -> list[tuple[Block, int]]:
+    """The blocks below, `but` one, that begin with some of these tokens, and with how many."""
+    shared = ((child, common(child.tokens, tokens)) for child in parent.children.values() if child is not but)
+    return [(child, n) for child, n in shared if n]
+
+
 class Tree:
     """Blocks by identity and tokens. It knows nothing of sizes; the cache decides what enters and what goes."""
 
@@ -100,19 +117,20 @@ class Tree:
         """Follow `tokens` from the root of `namespace`. Every key found is verified against the tokens themselves."""
         block = self.roots.get(namespace)
         whole: list[Block] = []
+        sides: dict[int, Sequence[tuple[Block, int]]] = {}
         if block is None:
-            return Walk(whole, [])
+            return Walk(whole, [], sides)
         tokens = tuple(tokens)
         at = 0
         while len(tokens) - at >= BLOCK:
             child = self.child(block, tokens[at : at + BLOCK])
             if child is None:
                 break
+            if not child.is_complete and (beside := _sharing(block, child.tokens, child)):
+                sides[len(whole)] = beside
             whole.append(child)
             block, at = child, child.end
-        rest = tokens[at : at + BLOCK]
-        shared = ((child, common(child.tokens, rest)) for child in block.children.values())
-        return Walk(whole, [(child, n) for child, n in shared if n])
+        return Walk(whole, _sharing(block, tokens[at : at + BLOCK]), sides)
 
     @staticmethod
     def child(parent: Block, tokens: tuple[int, ...]) -> Block | None:

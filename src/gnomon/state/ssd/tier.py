@@ -8,8 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from gnomon.state.fingerprint import digest
 from gnomon.state.prefix.block import Block, Checkpoint
-from gnomon.state.ssd.fingerprint import digest
 from gnomon.state.ssd.index import Index
 from gnomon.state.ssd.pack import entry_of, pack
 from gnomon.state.ssd.reader import Reader

@@ -47,6 +47,19 @@ def test_what_was_measured_is_kept(tmp_path: Path, measured: list[int]) -> None:
     assert [path.name for path in cache.iterdir()] == [costs.FILE]
 
 
+def test_a_start_that_is_broken_off_keeps_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_: Runner, rows: int, widths: tuple[int, ...]) -> Mapping[int, float]:
+        if rows == 4:
+            raise KeyboardInterrupt
+        return {1: 1.0, **dict.fromkeys(widths, 2.0)}
+
+    monkeypatch.setattr(costs, "_measured", broken)
+    with pytest.raises(KeyboardInterrupt):
+        costs.curve_of(runner(), name="stock", most_rows=8, cache=tmp_path)
+    (kept,) = json.loads((tmp_path / costs.FILE).read_text())["seconds"].values()
+    assert sorted(kept) == ["1", "2"]
+
+
 @pytest.mark.parametrize("text", ["{", "[]", '{"format": 0, "seconds": {}}'])
 def test_a_file_that_cannot_be_used_is_measured_over(tmp_path: Path, measured: list[int], text: str) -> None:
     (tmp_path / costs.FILE).write_text(text)
