@@ -217,13 +217,14 @@ class Core:
         try:
             self.runner.run_window(prefill)
         except Exception as error:  # noqa: BLE001  (any failure here has an owner among these requests, or the device is gone)
+            if len(jobs) > 1:
+                self.prefill_apart(jobs, error)
+            if len(jobs) == 1 or not any(job.open for job in jobs):
+                # A device that is gone is nobody's own fault: everyone is told so then.
+                self.runner.probe()
             if len(jobs) == 1:
                 jobs[0].fail(error)
-            else:
-                self.prefill_apart(jobs, error)
             self.scheduler.done(preparation)
-            if not any(job.open for job in jobs):
-                self.runner.probe()
             return
         self.relieve()
         if tokens and self.tracer.enabled:
