@@ -84,7 +84,6 @@ class TwoModel:
         self.together: list[_Drafted] = []
         """Those in `state`, in its order."""
         self.state: BatchState | None = None
-        self.num_forwards = 0
 
     def propose(self, rows: Sequence[Text], limits: Sequence[int]) -> list[Sequence[int]]:
         within = [row for row in rows if self.context is None or len(row.prompt) + len(row.tokens) < self.context]
@@ -219,7 +218,6 @@ class TwoModel:
             state.commit()
             last = mx.array([max(0, n - 1) for n in counts], dtype=mx.int32)
             logits = logits[mx.arange(len(together)), last][:, None]
-            self.num_forwards += 1
             drawn = [draw(_rows(logits, places, len(together)))]
             most = max(ready.values())
             for step in range(1, most):
@@ -228,7 +226,6 @@ class TwoModel:
                 state.begin(1, counts)
                 logits = self.model(tokens, cache=state.caches)
                 state.commit()
-                self.num_forwards += 1
                 drawn.append(draw(_rows(logits, places, len(together))))
                 mx.async_eval(drawn[-1])
         drafts = cast("list[list[int]]", mx.concatenate(drawn, axis=1).tolist())
