@@ -5,15 +5,17 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from pathlib import Path
 
 from fake_engine import FakeEngine, Job, make_app
 
 from gnomon.config import HTTPConfig
 from gnomon.engine.api import Health
+from gnomon.serve.keys import KeyRing
 from gnomon.serve.server import bind, serve
 
 
-def main(mode: str, timeout_ms: int) -> int:
+def main(mode: str, timeout_ms: int, key_file: str | None = None) -> int:
     def script(job: Job) -> None:
         job.delta("A")
         if mode == "fatal" and job.text.endswith("die\n<assistant>"):
@@ -30,8 +32,13 @@ def main(mode: str, timeout_ms: int) -> int:
         elif mode == "deaf":
             threading.Event().wait()
 
+    if mode == "blind":
+        # A file system that tells no change.
+        KeyRing._stamp = lambda self: (0,)  # type: ignore[method-assign]
     engine = FakeEngine(script)
-    config = HTTPConfig(port=0, shutdown_timeout_ms=timeout_ms)
+    config = HTTPConfig(
+        port=0, shutdown_timeout_ms=timeout_ms, api_key_file=None if key_file is None else Path(key_file)
+    )
     bound = bind(config)
 
     def ready() -> None:
@@ -41,4 +48,4 @@ def main(mode: str, timeout_ms: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], int(sys.argv[2])))
+    sys.exit(main(sys.argv[1], int(sys.argv[2]), *sys.argv[3:]))

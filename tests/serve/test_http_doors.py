@@ -13,7 +13,8 @@ from starlette.testclient import TestClient
 
 from gnomon.config import HTTPConfig
 from gnomon.serve import server
-from gnomon.serve.auth import KeyDoor, host_name, is_loopback
+from gnomon.serve.auth import host_name, is_loopback
+from gnomon.serve.keys import KeyRing
 from gnomon.serve.server import StartupError, answering, bind
 
 CHAT = "/v1/chat/completions"
@@ -131,9 +132,10 @@ def test_keys(engine: FakeEngine, route: str, headers: dict[str, str], status: i
 
 @given(st.lists(st.text(min_size=1), min_size=1, max_size=4), st.text())
 def test_only_the_keys_are_known(keys: list[str], other: str) -> None:
-    door = KeyDoor(lambda *_: None, keys)  # type: ignore[arg-type,return-value]
-    assert all(door.knows(key) for key in keys)
-    assert door.knows(other) == (other in keys)
+    ring = KeyRing.of(HTTPConfig(api_keys=tuple(keys)))
+    distinct = list(dict.fromkeys(keys))
+    assert [ring.name_of(key) for key in distinct] == [f"api-key-{n}" for n in range(1, len(distinct) + 1)]
+    assert (ring.name_of(other) is not None) == (other in keys)
 
 
 @pytest.mark.parametrize(

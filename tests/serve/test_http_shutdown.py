@@ -28,9 +28,9 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(mode: str, timeout_ms: int) -> Iterator[Running]:
+def running(mode: str, timeout_ms: int, *more: str) -> Iterator[Running]:
     process = subprocess.Popen(
-        [sys.executable, str(HERE / "serving_process.py"), mode, str(timeout_ms)],
+        [sys.executable, str(HERE / "serving_process.py"), mode, str(timeout_ms), *more],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

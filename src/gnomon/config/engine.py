@@ -44,6 +44,15 @@ class EngineConfig:
         unit="GB",
         scale=GB,
     )
+    kv_budget: int | None = option(
+        None,
+        "most that the keys and values of admitted requests may come to, each grown to its max_tokens: further ones wait, and one that "
+        "can't fit alone is refused",
+        low=0.000001,
+        high=1e6,
+        unit="GB",
+        scale=GB,
+    )
     prompt_cache: int = option(
         8 * GiB,
         "memory for states of prompts and answers, so that none is computed twice; 0 is off, and no more than half of what "

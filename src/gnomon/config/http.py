@@ -14,11 +14,19 @@ from gnomon.options import option
 class HTTPConfig:
     """Where the server listens and what it lets in. Limits are in bytes unless the name says otherwise."""
 
-    host: str = option("127.0.0.1", "address to bind; others than loopback need --api-key")
+    host: str = option("127.0.0.1", "address to bind; others than loopback need --api-key or --api-key-file")
     port: int = option(8080, "TCP port; 0 takes a free one", low=0, high=65_535)
     unix: Path | None = option(None, "listen on this unix socket in place of TCP", metavar="PATH")
     api_keys: tuple[str, ...] = option(
         (), "bearer key that clients must send; may be repeated", flag="--api-key", secret=True
+    )
+    api_key_file: Path | None = option(
+        None,
+        "further keys: lines NAME:sha256$HEX, as `gnomon key new` prints them; read again when it changes",
+        metavar="FILE",
+    )
+    key_concurrency: int | None = option(
+        None, "requests that one API key may have under way; more get 429", low=1, high=1_000_000
     )
     allowed_hosts: tuple[str, ...] = option((), "further Host header accepted; may be repeated", flag="--allowed-host")
     allowed_origins: tuple[str, ...] = option(

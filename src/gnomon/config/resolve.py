@@ -185,6 +185,7 @@ def resolve(args: argparse.Namespace | None = None, environ: Mapping[str, str] |
         raise ConfigError(str(origins["kv.kv_quant"]), str(error)) from error
     notes = (
         *_speculation_notes(cast("SpeculationConfig", built["speculation"]), origins),
+        *_http_notes(cast("HTTPConfig", built["http"]), origins),
         *_unknown_variables(environ),
     )
     speculation = cast("SpeculationConfig", built["speculation"])
@@ -208,6 +209,11 @@ def _speculation_notes(wanted: SpeculationConfig, origins: Mapping[str, Origin])
         yield from (f"{origin} has no effect without --draft-kind ngram" for origin in given)
     if not wanted.enabled and (origin := origins.get("speculation.num_draft_tokens")) is not None:
         yield f"{origin} has no effect without --draft-model or --draft-kind ngram"
+
+
+def _http_notes(http: HTTPConfig, origins: Mapping[str, Origin]) -> Iterator[str]:
+    if http.key_concurrency is not None and not http.api_keys and http.api_key_file is None:
+        yield f"{origins['http.key_concurrency']} has no effect without --api-key or --api-key-file"
 
 
 def _from_flag(s: Setting, given: Mapping[str, Any]) -> tuple[Any, Origin] | None:

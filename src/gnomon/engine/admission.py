@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from gnomon.engine.api import InvalidRequest, ModelInfo, Request
+from gnomon.engine.budget import Budget
 from gnomon.engine.sampling import check as check_sampling
 
 MAX_CHOICES = 8
@@ -55,6 +56,29 @@ def token_limit(
         "and at least one token more",
         "prompt",
         "context_length_exceeded",
+    )
+
+
+def check_states(request: Request, limit: int, budget: Budget) -> None:
+    """Raise `InvalidRequest` with the numbers when the states of a request can't come to `limit` tokens within the budget for states."""
+    holds = budget.kv_context(request.n)
+    length = len(request.prompt)
+    if holds is None or length + limit <= holds:
+        return
+    taken = budget.kv(length + limit, request.n)
+    each = f" for each of {request.n} choices" if request.n > 1 else ""
+    room = holds - length
+    what = (
+        f"max_tokens {limit}"
+        if request.max_tokens is not None
+        else f"an answer of up to {limit} tokens, as max_tokens is unset,"
+    )
+    raise InvalidRequest(
+        f"the prompt of {length} tokens and {what} may take {taken} bytes of state; the budget for states is {budget.kv_limit} "
+        f"bytes, which is {holds} tokens of context{each}"
+        + (f": set max_tokens to {room} or less" if room >= 1 else ""),
+        "max_tokens" if room >= 1 else "prompt",
+        "kv_budget_exceeded",
     )
 
 

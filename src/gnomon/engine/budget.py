@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,17 +19,25 @@ CEILING = 0.85
 """Share of the memory beyond which what is kept for reuse gives way to what runs."""
 
 
+MIN_CONTEXT = 2
+"""Tokens of the shortest request: one of the prompt and one of the answer."""
+
+
 class OverBudget(ValueError):
     """The model alone takes more than the operator allows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """`limit` bytes is the operator's; None is advice only, and nothing is refused. `needs` is None where there are no files to measure."""
+    """`limit` bytes is the operator's; None is advice only, and nothing is refused. `needs` is None where there are no files to measure.
+
+    `kv_limit` bytes is the operator's for the states of admitted requests alone.
+    """
 
     needs: Needs | None
     limit: int | None
     usable: int
+    kv_limit: int | None = None
 
     @property
     def max_safe_context(self) -> int | None:
@@ -46,6 +55,30 @@ class Budget:
             middle = (low + high) // 2
             low, high = (middle, high) if self._total([(middle, n)]) <= self.limit else (low, middle)
         return low
+
+    def kv(self, context: int, n: int) -> int | None:
+        """Bytes that the states of `n` choices take at `context` tokens each; None where the model can't be measured."""
+        return math.ceil(self.needs.kv(context) * n) if self.needs is not None else None
+
+    def kv_context(self, n: int) -> int | None:
+        """The most tokens of context that `kv_limit` holds for each of `n` choices; None without one."""
+        if self.kv_limit is None or self.needs is None:
+            return None
+        low, high = 0, self.needs.max_positions or 1 << 24
+        if self.needs.kv(high) * n <= self.kv_limit:
+            return high
+        while low < high - 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.needs.kv(middle) * n <= self.kv_limit else (low, middle)
+        return low
+
+    def projected_kv(self, jobs: Iterable[Job]) -> int:
+        """Bytes of the states of these requests, each grown to its limit."""
+        return sum(self.kv(len(job.prompt) + job.limit, job.num_unfinished) or 0 for job in jobs)
+
+    def has_kv(self, jobs: Iterable[Job]) -> bool:
+        """Whether the states of these requests fit together, each grown to its limit."""
+        return self.kv_limit is None or self.projected_kv(jobs) <= self.kv_limit
 
     def has_room(self, jobs: Iterable[Job]) -> bool:
         """Whether these requests fit together, each grown to its limit."""
@@ -92,11 +125,15 @@ def ceiling(limit: int | None) -> int:
 
 
 def budget_for(
-    loaded: LoadedModel, limit: int | None, kv: KvScheme | None = None, draft: LoadedModel | None = None
+    loaded: LoadedModel,
+    limit: int | None,
+    kv: KvScheme | None = None,
+    draft: LoadedModel | None = None,
+    kv_limit: int | None = None,
 ) -> Budget:
     """Measure a loaded model under a scheme of keys and values, and with it the one that drafts for it, whose are plain.
 
-    Raises `OverBudget` when not even one token fits, and ValueError when there is a limit and the model can't be measured.
+    Raises `OverBudget` when not even one token fits, and ValueError when there is a limit of either kind and the model can't be measured.
     """
     try:
         needs = measure_needs(loaded.path, kv)
@@ -104,14 +141,23 @@ def budget_for(
             its = measure_needs(draft.path)
             needs = replace(needs, weights=needs.weights + its.weights, full=needs.full + its.full)
     except (OSError, ValueError):
-        if limit is not None:
+        if limit is not None or kv_limit is not None:
             raise
         needs = None
     ram = int(mx.device_info().get("memory_size") or psutil.virtual_memory().total)
-    budget = Budget(needs, limit, int(usable(ram, limit)))
+    budget = Budget(needs, limit, int(usable(ram, limit)), kv_limit)
     if limit is not None and not budget.max_context(1):
         raise OverBudget(
             f"the model's weights take {loaded.weight_bytes} bytes, and with one token of context that is more than "
             f"the memory budget of {limit} bytes"
+        )
+    if kv_limit is not None and needs is not None and not needs.kv(1):
+        raise ValueError(
+            f"--kv-budget bounds keys and values, and {loaded.model_type} keeps none: its states have a fixed size, which --batch bounds"
+        )
+    if kv_limit is not None and (budget.kv_context(1) or 0) < MIN_CONTEXT:
+        raise OverBudget(
+            f"the state of {MIN_CONTEXT} tokens, a prompt's and an answer's, takes {budget.kv(MIN_CONTEXT, 1)} bytes, and that is more "
+            f"than --kv-budget, {kv_limit} bytes"
         )
     return budget

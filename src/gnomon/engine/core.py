@@ -193,6 +193,8 @@ class Core:
     def has_memory(self, job: Job | None = None) -> bool:
         """Whether a request fits beside those admitted. What is reused gives way to them."""
         jobs = [other for other in self.jobs.values() if other.admitted and other.open]
+        if job is not None and not self.budget.has_kv([job, *jobs]):
+            return False
         left = self.budget.left(jobs if job is None else [job, *jobs])
         if left is not None and left < 0:
             return False
@@ -215,13 +217,14 @@ class Core:
         try:
             self.runner.run_window(prefill)
         except Exception as error:  # noqa: BLE001  (any failure here has an owner among these requests, or the device is gone)
+            if len(jobs) > 1:
+                self.prefill_apart(jobs, error)
+            if len(jobs) == 1 or not any(job.open for job in jobs):
+                # A device that is gone is nobody's own fault: everyone is told so then.
+                self.runner.probe()
             if len(jobs) == 1:
                 jobs[0].fail(error)
-            else:
-                self.prefill_apart(jobs, error)
             self.scheduler.done(preparation)
-            if not any(job.open for job in jobs):
-                self.runner.probe()
             return
         self.relieve()
         if tokens and self.tracer.enabled:

@@ -164,6 +164,7 @@ class Engine:
         model = opened.model
         in_memory = opened.budget.max_context(max(1, request.n))
         limit = admission.token_limit(request, model, self.config.context_limit, in_memory)
+        admission.check_states(request, limit, opened.budget)
         seed = request.sampling.seed
         if seed is None:
             seed = fresh_seed() if record is None else record.seed

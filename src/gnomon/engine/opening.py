@@ -74,7 +74,11 @@ def open_core(
         return cores[0].reuse
 
     served = Served(
-        loaded, tokenizer, budget_for(loaded, config.memory_budget, settings.kv, draft), coding, kernels.identity
+        loaded,
+        tokenizer,
+        budget_for(loaded, config.memory_budget, settings.kv, draft, config.kv_budget),
+        coding,
+        kernels.identity,
     )
     speculation = open_speculation(
         settings.speculation,

@@ -47,7 +47,10 @@ def snapshot(
             "pending_rows": waiting,
             "submitted_rows": c.submitted_rows,
             "kv_bytes": c.kv_bytes,
-            "kv_budget_bytes": None,
+            "kv_budget_bytes": config.kv_budget,
+            "kv_projected_bytes": budget.projected_kv(job for job in jobs if job.admitted)
+            if budget is not None
+            else None,
             "why_not_batchable": model.why_not_batchable if model is not None else None,
         },
         "admission": {

@@ -14,6 +14,7 @@ from gnomon.engine.api import Engine
 from gnomon.serve import errors, schema, volatile
 from gnomon.serve.auth import HostDoor, KeyDoor, OriginDoor
 from gnomon.serve.history import History
+from gnomon.serve.keys import KeyRing
 from gnomon.serve.limits import TRACE_HEADER, RequestFrame
 from gnomon.serve.metrics import Metrics
 from gnomon.serve.preparation import PreparationPool
@@ -83,6 +84,7 @@ def create_app(
 
     A request passes the frame (ids, head size, counts), the Host and Origin doors, CORS for allowed origins, the key, and then its
     route. Every refusal has OpenAI's error body, or Anthropic's on its routes. `owner` is what `/v1/models` says of the served model.
+    Raises KeyFileError when the file of keys can't be used.
     """
     app = FastAPI(
         title="Gnomon",
@@ -92,6 +94,7 @@ def create_app(
         redoc_url=None,
         telemetry={"tracing": False},
     )
+    keys = KeyRing.of(http)
     app.state.services = services = Services(
         engine=engine,
         vocabulary=tokenizer,
@@ -99,7 +102,8 @@ def create_app(
         sampling=sampling,
         http=http,
         timing=timing or Timing(),
-        metrics=Metrics(engine),
+        keys=keys,
+        metrics=Metrics(engine, keys),
         preparation=PreparationPool(http.preparation_queue),
         chat_history=History(tokenizer),
         text_history=History(tokenizer),
@@ -114,7 +118,7 @@ def create_app(
         app, (ChatRequest, CloseSession, CompletionRequest, EmbeddingRequest, MessagesRequest, ResponsesRequest)
     )
     # The last added is the outermost.
-    app.add_middleware(KeyDoor, keys=http.api_keys)
+    app.add_middleware(KeyDoor, keys=keys)
     if http.allowed_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import ipaddress
 from collections.abc import Iterable
 from urllib.parse import urlsplit
@@ -11,7 +9,8 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gnomon.serve.errors import APIError, show
+from gnomon.serve.errors import APIError, show, too_many
+from gnomon.serve.keys import KeyRing
 
 OPEN_PATHS = frozenset({"/health", "/", "/status"})
 """Answered without a key: supervisors need none, and the pages ask for one themselves."""
@@ -107,33 +106,51 @@ class OriginDoor:
 class KeyDoor:
     """Lets through requests that carry one of the keys, as `Authorization: Bearer` or `x-api-key`; 401 otherwise.
 
-    Digests of equal length are compared, every one of them, so that the time tells nothing of any key.
+    A POST takes one of the key's places until its response has ended; 429 when it has none left. `scope["state"]` gets `key_name`.
     """
 
-    def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: KeyRing) -> None:
         self.app = app
-        self.digests = tuple(_digest(key) for key in keys)
-
-    def knows(self, key: str) -> bool:
-        digest, known = _digest(key), False
-        for other in self.digests:
-            known |= hmac.compare_digest(digest, other)
-        return known
+        self.keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self.digests and not _is_open(scope["path"]):
-            key = sent_key(Headers(scope=scope))
-            if key is None or not self.knows(key):
-                wrong = "no API key was sent" if key is None else "the API key is not one of this server's"
-                refusal = APIError(
-                    401,
-                    f"{wrong}; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
-                    code="invalid_api_key",
-                    headers={"www-authenticate": "Bearer"},
-                )
-                await refusal.response(scope["path"])(scope, receive, send)
-                return
-        await self.app(scope, receive, send)
+        if scope["type"] != "http" or not self.keys.required or _is_open(scope["path"]):
+            await self.app(scope, receive, send)
+            return
+        self.keys.refresh()
+        key = sent_key(Headers(scope=scope))
+        name = None if key is None else self.keys.name_of(key)
+        if name is None:
+            self.keys.unknown += 1
+            wrong = "no API key was sent" if key is None else "the API key is not one of this server's"
+            refusal = APIError(
+                401,
+                f"{wrong}; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
+                code="invalid_api_key",
+                headers={"www-authenticate": "Bearer"},
+            )
+            await refusal.response(scope["path"])(scope, receive, send)
+            return
+        scope.setdefault("state", {})["key_name"] = name
+        use, limit = self.keys.use(name), self.keys.limit
+        use.requests += 1
+        if scope["method"] != "POST":
+            await self.app(scope, receive, send)
+            return
+        if limit is not None and use.open >= limit:
+            use.refused += 1
+            refusal = too_many(
+                f"key {name} has {use.open} requests under way; the limit is {limit} (--key-concurrency)",
+                1,
+                "key_concurrency",
+            )
+            await refusal.response(scope["path"])(scope, receive, send)
+            return
+        use.open += 1
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            use.open -= 1
 
 
 def _is_open(path: str) -> bool:
@@ -145,7 +162,3 @@ def sent_key(headers: Headers) -> str | None:
     if scheme.lower() == "bearer" and value.strip():
         return value.strip()
     return headers.get("x-api-key")
-
-
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

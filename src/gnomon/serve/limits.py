@@ -103,4 +103,6 @@ class RequestFrame:
             # As it came, percent-encoded: the decoded path may hold line breaks.
             raw: bytes = scope.get("raw_path") or b"?"
             target = raw.decode("ascii", "replace")
-            logger.log(level, "%s %s %d %.1f ms", scope["method"], target, status, seconds * 1e3)
+            key: str | None = scope["state"].get("key_name")
+            line = (scope["method"], target, status, seconds * 1e3, f" key {key}" if key else "")
+            logger.log(level, "%s %s %d %.1f ms%s", *line, extra={"key": key} if key else None)

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from gnomon.engine.api import Engine, Usage
+from gnomon.serve.keys import KeyRing
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 RECENT = 512
@@ -58,10 +59,34 @@ class EngineCollector(Collector):
             yield GaugeMetricFamily(full, f"{name} of the engine", value=value)
 
 
+class KeyCollector(Collector):
+    """What each key has done, under its name."""
+
+    def __init__(self, keys: KeyRing) -> None:
+        self.keys = keys
+
+    def collect(self) -> Iterable[Metric]:
+        about = self.keys.stats()
+        yield CounterMetricFamily(
+            "gnomon_key_unknown", "requests without a key, or with one that is not known", value=about["unknown"]
+        )
+        yield GaugeMetricFamily(
+            "gnomon_key_file_error", "1 while the file of keys can't be used", value=about["error"] is not None
+        )
+        requests = CounterMetricFamily("gnomon_key_requests", "requests by key", labels=("key",))
+        refused = CounterMetricFamily("gnomon_key_refused", "of them over the key's limit", labels=("key",))
+        under_way = GaugeMetricFamily("gnomon_key_open", "requests under way by key", labels=("key",))
+        for name, use in about["uses"].items():
+            requests.add_metric((name,), use["requests"])
+            refused.add_metric((name,), use["refused"])
+            under_way.add_metric((name,), use["open"])
+        yield from (requests, refused, under_way)
+
+
 class Metrics:
     """What the HTTP side counts. Written on the event loop only."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, keys: KeyRing) -> None:
         self.registry = registry = CollectorRegistry()
         self.requests = Counter(
             "gnomon_http_requests", "HTTP requests answered", ("method", "route", "status"), registry=registry
@@ -92,6 +117,7 @@ class Metrics:
         self.counts = {"completed": 0, "failed": 0, "cancelled": 0}
         self.open = 0
         registry.register(EngineCollector(engine))
+        registry.register(KeyCollector(keys))
 
     def request(self, method: str, route: str, status: int, seconds: float) -> None:
         # Methods are the client's words: unknown ones must not become label values without end.

@@ -28,6 +28,7 @@ from gnomon.config import HTTPConfig
 from gnomon.engine.api import Engine, FlushReport
 from gnomon.serve.auth import is_loopback
 from gnomon.serve.errors import APIError
+from gnomon.serve.keys import KeyFileError, KeyRing
 from gnomon.serve.sse import ABORT
 
 logger = logging.getLogger(__name__)
@@ -48,14 +49,19 @@ def bind(config: HTTPConfig) -> socket.socket:
     """The bound socket, not yet listening, so that it can be had before a model is loaded.
 
     Raises StartupError when the address is reachable from elsewhere and no key protects it, when something already answers there,
-    or when it can't be bound.
+    when the file of keys can't be used, or when it can't be bound.
     """
+    try:
+        keys = KeyRing.of(config)
+    except KeyFileError as error:
+        raise StartupError(f"--api-key-file: {error}") from error
     if config.unix is not None:
         return _bind_unix(config.unix)
     host = config.host.strip("[]")
-    if not is_loopback(host) and not config.api_keys:
+    if not is_loopback(host) and not keys.required:
         raise StartupError(
-            f"--host {config.host} is reachable from other machines: set --api-key (or GNOMON_API_KEY), or bind 127.0.0.1"
+            f"--host {config.host} is reachable from other machines: "
+            "set --api-key (or GNOMON_API_KEY) or --api-key-file, or bind 127.0.0.1"
         )
     if config.port:
         there = answering(WILDCARDS.get(host, host), config.port)
@@ -176,6 +182,7 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=int(FLUSH_SECONDS),
             )
         )
+        self.app = app
         self.engine = engine
         self.drain_timeout = http.shutdown_timeout
         self.ready = ready
@@ -191,11 +198,16 @@ class Server(uvicorn.Server):
         loop = asyncio.get_running_loop()
         for one in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(one, self.handle_exit, one, None)
+        keys: KeyRing = self.app.state.services.keys
+        # Without a file of keys a hangup ends the server, as it ends any program whose terminal goes.
+        if keys.path is not None:
+            loop.add_signal_handler(signal.SIGHUP, lambda: keys.refresh(force=True))
         try:
             yield
         finally:
             for one in (signal.SIGINT, signal.SIGTERM):
                 loop.remove_signal_handler(one)
+            loop.remove_signal_handler(signal.SIGHUP)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002  (uvicorn's signature)
         name = signal.Signals(sig).name

@@ -15,6 +15,7 @@ from gnomon.chat.template import ChatTemplate
 from gnomon.config import HTTPConfig, SamplingDefaults
 from gnomon.engine.api import Engine
 from gnomon.serve.history import History
+from gnomon.serve.keys import KeyRing
 from gnomon.serve.metrics import Metrics
 from gnomon.serve.preparation import PreparationPool
 from gnomon.serve.response_store import ResponseStore
@@ -76,6 +77,7 @@ class Services:
     sampling: SamplingDefaults
     http: HTTPConfig
     timing: Timing
+    keys: KeyRing
     metrics: Metrics
     preparation: PreparationPool
     owner: str

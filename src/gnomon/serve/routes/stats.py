@@ -63,5 +63,6 @@ def everything(services: Services) -> dict[str, Any]:
             "characters": sum(one.num_characters for one in histories),
             "reuses": sum(one.reuses for one in histories),
         },
+        "keys": services.keys.stats(),
         "latency": metrics.summary(),
     }
