@@ -332,6 +332,16 @@ def test_the_cap_lets_go_what_was_used_longest_ago_and_ends_first(tmp_path: Path
         assert told["evictions"] >= 2
 
 
+def test_a_cap_below_one_state_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with rig_on(tmp_path / "disk", cache={"ssd_cache_max": 1000}) as rig:
+        for seed in range(2):
+            ask(rig, str(seed), tokens_of(300, seed=seed), tokens=1)
+        written(rig)
+        assert stats(rig)["dropped_spills"] >= 2
+    assert files(tmp_path / "disk") == []
+    assert len([line for line in caplog.messages if line.endswith("--ssd-cache-max is 1000 bytes")]) == 1
+
+
 def test_equal_beginnings_are_on_disk_once(tmp_path: Path) -> None:
     shared = tokens_of(512)
     with rig_on(tmp_path / "disk") as rig:

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from gnomon.engine.api import (
@@ -94,7 +95,11 @@ class Stub:
     def drain(self, timeout: float) -> bool:
         return True
 
-    def stop(self) -> None: ...
+    def stop(self) -> None:
+        """Write for 3 s where that was asked for."""
+        if isinstance(self.marker, str) and self.marker.startswith("writes "):
+            time.sleep(3)
+            Path(self.marker.removeprefix("writes ")).touch()
 
 
 if __name__ == "__main__":

@@ -200,6 +200,23 @@ def test_stopping_ends_the_child_and_tells_the_open_requests(make) -> None:
     assert not Path(f"/proc/{pid}").exists()
 
 
+def test_a_child_that_ends_may_write_longer_than_it_may_be_silent(make, tmp_path: Path) -> None:
+    written = tmp_path / "states"
+    engine = make(f"writes {written}", dataclasses.replace(QUICK, silence=1, stop=30))
+    engine.wait()
+    engine.stop()
+    assert written.exists()
+
+
+def test_a_child_that_stands_still_while_it_is_stopped_is_killed_in_the_end(make) -> None:
+    engine = make(patience=dataclasses.replace(QUICK, silence=30, stop=1))
+    engine.wait()
+    pid = engine.process()["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    engine.stop()
+    assert not Path(f"/proc/{pid}").exists()
+
+
 def test_the_child_ends_with_its_parent() -> None:
     program = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"

@@ -70,4 +70,9 @@ def run(args: argparse.Namespace) -> int:
             loaded.config.sampling,
             tracer=loaded.tracer,
         )
-        return serve(app, engine, bound, config.http, ready)
+        try:
+            return serve(app, engine, bound, config.http, ready)
+        finally:
+            if config.isolation.isolate:
+                # The server waits only a little: this gives the child its time to write, and kills it if it doesn't end.
+                engine.stop()

@@ -364,7 +364,8 @@ class IsolatedEngine:
                 log.warning("the engine's process did not end within %g s: killed", self._patience.stop)
                 return
             silence, allowed = now - child.heard, self._patience.silence if child.ready else self._patience.load
-            if silence > allowed:
+            # A child that ends reports no more.
+            if not limit and silence > allowed:
                 log.error("the engine's process (pid %d) said nothing for %.0f s: killed", child.process.pid, silence)
                 return
             try:

@@ -68,6 +68,7 @@ class Writer:
         self.paused: str | None = None
         """Why nothing is written now."""
         self._pause_ends = 0.0
+        self._told_too_large = False
         self._changed = threading.Condition()
         self._errands: deque[tuple[Literal["touch", "forget"], Entry]] = deque()
         self._stopping = False
@@ -215,6 +216,11 @@ class Writer:
                 return
             size = packed.num_bytes
             if self.max_bytes is not None and size > self.max_bytes:
+                if not self._told_too_large:
+                    self._told_too_large = True
+                    log.warning(
+                        "a state of %d bytes is not kept on disk: --ssd-cache-max is %d bytes", size, self.max_bytes
+                    )
                 self.counts.dropped += 1
                 self.index.remove(entry.name)
                 return
