@@ -20,6 +20,7 @@ from gnomon.engine.api import (
     Replayed,
     Request,
     Sink,
+    TokenLogprob,
 )
 
 log = logging.getLogger("gnomon.prompts")
@@ -63,9 +64,16 @@ class PromptLog:
         )
 
     def embed(self, prompts: Sequence[tuple[int, ...]]) -> Future[list[list[float]]]:
-        for prompt in prompts:
-            log.info("text of %d tokens: %s", len(prompt), self._tokenizer.decode(prompt, hide=False))
+        self._tell(prompts)
         return self._engine.embed(prompts)
+
+    def score(self, prompts: Sequence[tuple[int, ...]], top: int) -> Future[list[tuple[TokenLogprob, ...]]]:
+        self._tell(prompts)
+        return self._engine.score(prompts, top)
+
+    def _tell(self, texts: Sequence[tuple[int, ...]]) -> None:
+        for text in texts:
+            log.info("text of %d tokens: %s", len(text), self._tokenizer.decode(text, hide=False))
 
     def compile(self, constraint: Constraint) -> Sequence[str]:
         return self._engine.compile(constraint)
