@@ -399,11 +399,13 @@ class Engine:
         num_waiting = sum(not job.admitted for job in jobs)
         num_taken = sum(min(job.num_unfinished, rows) for job in jobs if job.admitted)
         # Those that a free row awaits are only on their way.
-        if num_waiting < self.config.queue + max(0, rows - num_taken):
+        room = max(0, rows - num_taken)
+        if num_waiting < self.config.queue + room:
             return
         self._counters.refused_requests += 1
         seconds = admission.retry_after(1, rows, self._counters.request_seconds)
-        raise QueueFull(f"{num_waiting} requests wait already, the limit is {self.config.queue}", seconds)
+        free = f" and {room} for free rows" if room else ""
+        raise QueueFull(f"{num_waiting} requests wait already, the limit is {self.config.queue}{free}", seconds)
 
     # The thread
 
@@ -461,10 +463,11 @@ class Engine:
 
     def _fail(self, core: Core | None, error: Exception) -> None:
         """The engine can't go on: tell every open request, health and the host."""
-        log.critical("the engine failed: %s", error)
         with self._lock:
             self._error = error
         if core is not None:
+            # What keeps it from starting is told by whoever waits for it.
+            log.critical("the engine failed: %s", error)
             self._end(core, error, "engine_failed")
         if self.host.on_failure is not None:
             self.host.on_failure(str(error) or type(error).__name__)
