@@ -19,6 +19,7 @@ from engine_fixtures import tiny_loaded, tiny_tokenizer
 from gnomon.chat.template import ChatTemplate
 from gnomon.config import CacheConfig, HTTPConfig, SamplingDefaults
 from gnomon.engine.engine import Engine
+from gnomon.engine.settings import Settings
 from gnomon.serve.app import create_app
 
 DASHBOARD: dict[str, Any] = json.loads(
@@ -42,7 +43,9 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     cache = CacheConfig(ssd_cache=tmp_path_factory.mktemp("ssd"), ssd_cache_min_free=0, ssd_cache_max=1 << 30)
     model = tmp_path_factory.mktemp("model")
     (model / "model.safetensors").write_bytes(b"tiny")
-    with Engine(lambda: replace(tiny_loaded(), path=model), tokenizer, model_id="tiny", cache=cache) as engine:
+    with Engine(
+        lambda: replace(tiny_loaded(), path=model), tokenizer, Settings(model_id="tiny", cache=cache)
+    ) as engine:
         engine.wait(60)
         app = create_app(engine, tokenizer, ChatTemplate(tokenizer), HTTPConfig(api_keys=("k",)), SamplingDefaults())
         with TestClient(app, base_url="http://localhost", headers={"x-api-key": "k"}) as client:
