@@ -15,7 +15,7 @@ import statistics
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from gnomon.chat.constraint import Constraint, json_schema
 from gnomon.config import EngineConfig, KernelConfig, SpeculationConfig
 from gnomon.engine.api import Finished, Request, SamplingParams
 from gnomon.engine.engine import Engine, load
+from gnomon.engine.settings import Settings
 
 CLOSED = {"additionalProperties": False}
 STRING, NUMBER = {"type": "string", "maxLength": 16}, {"type": "integer", "minimum": 0, "maximum": 9999}
@@ -158,8 +159,11 @@ def main() -> None:
     args = parser.parse_args()
     done = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
     have = {(cell["case"], cell["batch"], cell["pair"]) for cell in done}
-    how = {"kernels": KernelConfig(kernels=args.kernels), "kernel_cache": args.kernel_cache}
-    config = EngineConfig(batch=max(args.batch), prompt_cache=0)
+    kernels = KernelConfig(kernels=args.kernels)
+    base = Settings(
+        engine=EngineConfig(batch=max(args.batch), prompt_cache=0),
+        kernels=replace(kernels, kernel_cache=args.kernel_cache) if args.kernel_cache else kernels,
+    )
     for name in args.cases:
         case = CASES[name]
         missing = [(b, p) for b in args.batch for p in range(args.pairs) if (name, b, p) not in have]
@@ -167,8 +171,8 @@ def main() -> None:
             continue
         off = SpeculationConfig(grammar_jump=False)
         with (
-            load(args.model, config, speculation=off, **how) as plain,
-            load(args.model, config, speculation=case.fill, **how) as quick,
+            load(args.model, replace(base, speculation=off)) as plain,
+            load(args.model, replace(base, speculation=case.fill)) as quick,
         ):
             for engine in (plain, quick):
                 run(engine, case, 1)

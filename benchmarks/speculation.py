@@ -28,6 +28,7 @@ from gnomon.chat.tokenizer import Tokenizer
 from gnomon.config import EngineConfig, KernelConfig, SpeculationConfig, resolve
 from gnomon.engine.api import Delta, Event, Failed, Finished, Request
 from gnomon.engine.engine import Engine, load
+from gnomon.engine.settings import Settings
 
 _FUNCTIONS = ("add", "subtract", "multiply", "divide", "power", "remainder", "maximum", "minimum")
 _CODE = "\n\n".join(
@@ -191,11 +192,12 @@ def main() -> None:
     engines = {
         name: load(
             path,
-            config,
-            kernels=KernelConfig(kernels=args.kernels),
-            kernel_cache=cache / "kernels",
-            speculation=speculation,
-            measurements=cache,
+            Settings(
+                engine=config,
+                kernels=KernelConfig(kernels=args.kernels),
+                speculation=speculation,
+                measurements=cache,
+            ),
         )
         for name, speculation in (("off", SpeculationConfig()), ("on", wanted))
     }
