@@ -1,4 +1,6 @@
-"""A process that serves a mixed run from a shared directory, for tests that kill it: `ssd_process.py DISK CAPTURES MODEL_TYPE SEED TURNS`.
+"""A process that serves a mixed run from a shared directory, for tests that kill it.
+
+`ssd_process.py DISK CAPTURES MODEL_TYPE SEED TURNS CAP`
 
 The hash of every state that goes to disk is appended to CAPTURES before; every state that comes back is compared with those.
 """
@@ -19,11 +21,10 @@ from gnomon.engine.api import Finished, Request
 from gnomon.state.ssd import tier
 from prefix_walk import hash_of, tokens_of
 
-CAP = 3 << 20
 PER_TOKEN = 2 * 2 * 2 * 16 * 4
 
 
-def main(disk: Path, captures: Path, model_type: str, seed: int, turns: int) -> int:
+def main(disk: Path, captures: Path, model_type: str, seed: int, turns: int, cap: int) -> int:
     log = os.open(captures, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
     stock_pack, stock_unpack = tier.pack, fetch.unpack
 
@@ -47,7 +48,7 @@ def main(disk: Path, captures: Path, model_type: str, seed: int, turns: int) -> 
     rig = Rig(
         replace(tiny_loaded(model_type), path=model),
         EngineConfig(prefill_chunk=64, prompt_cache=900 * PER_TOKEN, checkpoint_every=100),
-        cache=CacheConfig(ssd_cache=disk, ssd_cache_max=CAP, ssd_cache_min_free=0),
+        cache=CacheConfig(ssd_cache=disk, ssd_cache_max=cap, ssd_cache_min_free=0),
     )
     chance, texts = random.Random(seed), [tokens_of(600, seed=i) for i in range(4)]
     print("ready", flush=True)
@@ -73,5 +74,5 @@ def main(disk: Path, captures: Path, model_type: str, seed: int, turns: int) -> 
 
 
 if __name__ == "__main__":
-    _, disk_at, captures_at, kind, number, count = sys.argv
-    sys.exit(main(Path(disk_at), Path(captures_at), kind, int(number), int(count)))
+    _, disk_at, captures_at, kind, number, count, most = sys.argv
+    sys.exit(main(Path(disk_at), Path(captures_at), kind, int(number), int(count), int(most)))
