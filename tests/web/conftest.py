@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -25,7 +24,7 @@ def browser() -> Iterator[Browser]:
     found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if found is None:
         pytest.skip("no Chromium on this machine (Debian: apt install chromium)")
-    with tempfile.TemporaryDirectory(), sync_playwright() as playwright:
+    with sync_playwright() as playwright:
         launched = playwright.chromium.launch(executable_path=found, args=list(ARGUMENTS))
         yield launched
         launched.close()
