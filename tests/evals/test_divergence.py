@@ -113,7 +113,8 @@ def test_bootstrap_is_about_the_standard_error() -> None:
     means = rng.normal(1.0, 0.2, 100)
     found = summarise([made([m, m], [1, 0]) for m in means]).mean
     half = 1.96 * means.std() / 10
-    assert found.lower is not None and found.upper is not None
+    assert found.lower is not None
+    assert found.upper is not None
     assert (found.upper - found.lower) / 2 == pytest.approx(half, rel=0.1)
 
 
@@ -133,7 +134,7 @@ def test_steps() -> None:
     assert step_of(None, 4096, 1 << 18, coded=False) == (256, 0)
     with pytest.raises(ValueError, match="a window has 64 tokens and a step 64"):
         step_of(None, 64, 1000, coded=True)
-    with pytest.raises(ValueError, match="step is 257, but .* 256 tokens"):
+    with pytest.raises(ValueError, match=r"step is 257, but .* 256 tokens"):
         step_of(257, 4096, 1 << 18, coded=False)
 
 
@@ -217,7 +218,8 @@ def test_old_references_make_room(tmp_path: Path) -> None:
     os.utime(first.path / "about.json", (before, before))
     third = store.open(Side("c", "stock", "off", "cpu"), plan, Extent(1000, 40_000))
     assert not first.path.exists()
-    assert second.missing() == [] and third.missing() == [0]
+    assert second.missing() == []
+    assert third.missing() == [0]
     # What was used a moment ago stays, even over the limit.
     store.open(Side("d", "stock", "off", "cpu"), plan, Extent(1000, 40_000))
     assert second.missing() == []
