@@ -17,7 +17,15 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from gnomon.engine.api import EngineError, EngineUnavailable, Failed, InvalidRequest, QueueFull
+from gnomon.engine.api import (
+    EngineError,
+    EngineUnavailable,
+    Failed,
+    InvalidRequest,
+    ModelUnavailable,
+    QueueFull,
+    UnknownModel,
+)
 from gnomon.serve.wire.errors import AnthropicErrorBody, ErrorBody
 
 SHOWN = 80
@@ -106,9 +114,9 @@ def too_many(message: str, retry_after: int, code: str = "queue_full") -> APIErr
     )
 
 
-def unavailable(message: str) -> APIError:
-    """The engine is draining or gone: 503."""
-    return APIError(503, message, type="server_error", code="engine_unavailable", headers={"retry-after": "5"})
+def unavailable(message: str, code: str = "engine_unavailable") -> APIError:
+    """The engine is draining or gone, or one model is: 503."""
+    return APIError(503, message, type="server_error", code=code, headers={"retry-after": "5"})
 
 
 def internal(
@@ -122,6 +130,10 @@ def from_engine(error: EngineError) -> APIError:
     message = str(error)
     if isinstance(error, QueueFull):
         return too_many(message, error.retry_after)
+    if isinstance(error, UnknownModel):
+        return APIError(404, message, param="model", code="model_not_found")
+    if isinstance(error, ModelUnavailable):
+        return unavailable(message, "model_unavailable")
     if isinstance(error, EngineUnavailable):
         return unavailable(message)
     if isinstance(error, InvalidRequest):
