@@ -246,6 +246,7 @@ def test_parity_of_finish_and_count() -> None:
     assert base.against(base, "A") is None
     assert "finish reason" in (Probe("text", 3, 8, "stop").against(base, "A") or "")
     assert "7 output tokens" in (Probe("text", 3, 7, "length").against(base, "A") or "")
+    assert "in nothing else" in (Probe(" text", 3, 8, "length").against(base, "A") or "")
     assert "character 4" in (Probe("texts", 3, 8, "length").against(base, "A") or "")
 
 

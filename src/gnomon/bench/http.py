@@ -272,8 +272,8 @@ class ServerContender:
             base_url=f"http://127.0.0.1:{port}",
             timeout=30,
             trust_env=False,
-            # Scheduled requests wait for the server, never for a connection of this side.
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=20),
+            # A connection for each request: none waits for another's, and none meets one that the server has just closed as idle.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
         )
         deadline = self._spawned + START_TIMEOUT
         while True:
