@@ -25,7 +25,7 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from gnomon.config import HTTPConfig
-from gnomon.engine.api import Engine, FlushReport
+from gnomon.engine.api import FlushReport, Supervised
 from gnomon.serve.auth import is_loopback
 from gnomon.serve.errors import APIError
 from gnomon.serve.keys import KeyFileError, KeyRing
@@ -165,7 +165,9 @@ class Server(uvicorn.Server):
     what is left then hears an error; at the second they hear it at once.
     """
 
-    def __init__(self, app: FastAPI, engine: Engine, http: HTTPConfig, ready: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, app: FastAPI, engine: Supervised, http: HTTPConfig, ready: Callable[[], None] | None = None
+    ) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -290,7 +292,7 @@ async def in_thread(work: Callable[[], T]) -> T:
 
 
 def serve(
-    app: FastAPI, engine: Engine, bound: socket.socket, config: HTTPConfig, ready: Callable[[], None] | None = None
+    app: FastAPI, engine: Supervised, bound: socket.socket, config: HTTPConfig, ready: Callable[[], None] | None = None
 ) -> int:
     """Serve `app` on a socket from `bind` until a signal, and return the process's exit code: 1 if the engine failed.
 
