@@ -103,7 +103,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     theirs = ["mlx_lm.server", f"llama.cpp={llama_cpp(file, a.llama_server, a.threads)}"]
     chosen = list(LEGS) if a.legs == "all" else a.legs.split(",")
     common = ["--weights", f"llama.cpp={file}", "--resume", "--out", str(a.out)]
-    common += ["--size", "small", "--blocks", "1", "--diagnostic"] if a.trial else ["--blocks", str(a.blocks)]
+    common += (
+        ["--size", "small", "--blocks", "1", "--warmups", "0", "--diagnostic"]
+        if a.trial
+        else ["--blocks", str(a.blocks)]
+    )
     status = 0
     for ours, legs in (
         ("gnomon", [leg for leg in chosen if leg != "restart"]),

@@ -63,7 +63,7 @@ def row(run: Run, names: Sequence[str]) -> LegRow | None:
         values.append("—" if value is None else number(value, unit))
         remarks += _remarks(run, str(cell), name, cell.primary)
     deciding = [c for c in run.comparisons if c.primary]
-    remarks += [f"{c.baseline}: {c.reason}" for c in deciding if c.ratio is None]
+    remarks += [f"{c.baseline}: {c.reason}" for c in deciding if c.ratio is None and c.outcome != "blocked"]
     if run.diagnostic:
         remarks.append("diagnostic")
     ratios = tuple(_against(c) for c in deciding if c.ratio is not None)
