@@ -35,8 +35,10 @@ from gnomon.models.starter import Converter
 
 SERVER = Path(__file__).with_name("llama_cpp_server.py")
 ON_DISK = "gnomon --ssd-cache=gnomon serve {model} --port {port} --ssd-cache {state}"
-SLOTS = 4
+SLOTS = 8
+"""As many rows as this product decodes at once."""
 CONTEXT = 8192
+"""Tokens of all slots together, as llama.cpp takes it by itself: the model's own length."""
 SLOW = (
     "readiness,parity=parity:16,decode=stream:1x24,first-token=ttft:24,concurrency=loop:2x1x8,poisson=poisson:4x8@0.5:5:1,"
     "cancellation=cancel:256,memory=memory:4@24"
@@ -82,8 +84,8 @@ def python_with_llama_cpp() -> str:
 
 
 def llama_cpp(file: Path, binary: Path | None, threads: int) -> str:
-    """Command line of llama.cpp's server, with its port left open. Each slot has a context of its own."""
-    context = str(CONTEXT * SLOTS)
+    """Command line of llama.cpp's server, with its port left open. All slots share the context."""
+    context = str(CONTEXT)
     if binary is not None:
         words = [
             str(binary),
