@@ -292,7 +292,9 @@ class GnomonSide:
             **asdict(kernels),
             **asdict(kv),
             "kernel_cache": str(kernels.kernel_cache),
-            "kernels": "native" if self._engine.model.tier == "Lab" else "stock",
+            "kernels": ("int8" if kernels.kernels == "int8" else "native")
+            if self._engine.model.tier == "Lab"
+            else "stock",
         }
 
     def measure(self, workload: Workload) -> Measurement:

@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from gnomon.kernels import integer
 from gnomon.kernels.attention import CAUSAL
 
 Array = NDArray[np.float64]
@@ -69,12 +70,18 @@ def _products(e: ModuleType) -> Iterator[tuple[str, str, float, bool]]:
 
                 y, rows = product(x), _wide(x)
                 error = _share(y, rows @ dense.T, np.abs(rows) @ np.abs(dense).T, 256)
-                yield (
-                    "quantized_matmul",
-                    f"{bits} bits, groups of {group}, {_name(dtype)}",
-                    error,
-                    _same_alone(product, x, y),
-                )
+                case = f"{bits} bits, groups of {group}, {_name(dtype)}"
+                yield "quantized_matmul", case, error, _same_alone(product, x, y)
+                if bits not in integer.BITS:
+                    continue
+
+                def whole(a: mx.array, w: mx.array = w, s: mx.array = s, b: mx.array = b) -> mx.array:
+                    return e.quantized_matmul(a, w, s, b, group, bits, True)  # noqa: B023
+
+                y, rows = whole(x), _wide(integer.rounded(x))
+                sizes = codes * np.abs(np.repeat(_wide(s), group, 1)) + np.abs(np.repeat(_wide(b), group, 1))
+                error = _share(y, rows @ dense.T, np.abs(rows) @ sizes.T, 256)
+                yield "int8", case, error, _same_alone(whole, x, y)
     for dtype in TYPES:
         x, w = _random(13, 100, seed=1, dtype=dtype), _random(19, 100, seed=2, dtype=dtype)
         y, rows, dense = e.dense_matmul(x, w), _wide(x), _wide(w)
