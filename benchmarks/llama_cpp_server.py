@@ -227,7 +227,7 @@ def worker(a: argparse.Namespace) -> int:
                 model=settings.get("model_sha256"),
                 prompt=sha256_ids(token for prompt in prompts for token in (*prompt, -1)),
                 prompt_tokens=sum(map(len, prompts)),
-                output_tokens=cell.total_output,
+                output_tokens=cell.rows * cell.output_tokens,
                 concurrency=cell.rows,
                 depth=cell.depth,
                 machine=machine(),

@@ -64,11 +64,15 @@ ROUTES = (
 EXPOSED = ("x-request-id", "request-id", TRACE_HEADER, "x-gnomon-tier", volatile.HEADER, "retry-after", "warning")
 
 
-def _endpoints() -> Iterator[str]:
+def _routes() -> Iterator[APIRoute]:
     for module in ROUTES:
-        for route in module.router.routes:
-            if isinstance(route, APIRoute) and route.include_in_schema:
-                yield from (f"{method} {route.path_format}" for method in route.methods or ())
+        yield from (route for route in module.router.routes if isinstance(route, APIRoute))
+
+
+def _endpoints() -> Iterator[str]:
+    for route in _routes():
+        if route.include_in_schema:
+            yield from (f"{method} {route.path_format}" for method in route.methods or ())
 
 
 def create_app(
@@ -117,7 +121,7 @@ def create_app(
     )
     for module in ROUTES:
         app.include_router(module.router)
-    errors.install(app)
+    errors.install(app, tuple(_routes()))
     schema.install(
         app, (ChatRequest, CloseSession, CompletionRequest, Drain, EmbeddingRequest, MessagesRequest, ResponsesRequest)
     )

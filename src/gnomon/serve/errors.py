@@ -13,9 +13,9 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import Match, Route
 
 from gnomon.engine.api import (
     EngineError,
@@ -215,8 +215,8 @@ def from_validation(error: ValidationError) -> APIError:
     return invalid(f"{param} {_describe(first)}", param)
 
 
-def install(app: FastAPI) -> None:
-    """Give the refusals of routes, unknown routes and wrong methods the error body."""
+def install(app: FastAPI, routes: Sequence[Route]) -> None:
+    """Give the refusals of `routes`, unknown routes and wrong methods the error body."""
 
     async def refused(request: Request, error: Exception) -> Response:
         return cast("APIError", error).response(request.url.path)
@@ -238,7 +238,11 @@ def install(app: FastAPI) -> None:
         if error.status_code == 404:
             message, code = f"no such route: {request.method} {request.url.path}", "unknown_route"
         elif error.status_code == 405:
-            allowed = Headers(error.headers).get("allow", "none")
+            # The framework tells the methods of the path's first route only.
+            known = (*routes, *(one for one in app.routes if isinstance(one, Route)))
+            fitting = (route for route in known if route.matches(request.scope)[0] is not Match.NONE)
+            allowed = ", ".join(sorted({method for route in fitting for method in route.methods or ()}))
+            error = HTTPException(405, headers={"allow": allowed})
             message = f"method {request.method} is not allowed for {request.url.path}; allowed: {allowed}"
             code = "method_not_allowed"
         else:
