@@ -28,6 +28,7 @@ from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -226,8 +227,9 @@ def carried(cache: Path) -> Build | None:
     for manifest in sorted(cache.glob("*/build.json")):
         try:
             said = json.loads(manifest.read_text())
-            fields = {name: said[name] for name in Toolchain.__slots__}
-            tools = Toolchain(**{**fields, "isas": tuple(fields["isas"]), "flags": tuple(fields["flags"])})
+            fields: dict[str, Any] = {name: said[name] for name in Toolchain.__slots__}
+            fields.update(isas=tuple(said["isas"]), flags=tuple(said["flags"]))
+            tools = Toolchain(**fields)
         except (OSError, ValueError, KeyError, TypeError):
             continue
         known = [order.index(isa) for isa in tools.isas if isa in order]
