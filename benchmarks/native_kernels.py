@@ -132,14 +132,14 @@ def contender(name: str, model: Path, sha: str, threads: int, a: argparse.Namesp
         gguf = a.gguf if name == LLAMA else a.gguf_q4_0
         config = json.loads((model / "config.json").read_text())
         eos = config.get("eos_token_id")
-        settings = {
+        order = {
             "vocabulary": config["vocab_size"],
             "eos": eos if isinstance(eos, list) else [] if eos is None else [eos],
             "model_sha256": sha,
             "rows": max(Cell.parse(cell).rows for part in PARTS for cell in f"{part.both},{part.alone}".split(",")),
         }
         script = Path(__file__).with_name("llama_cpp_server.py")
-        command = (sys.executable, str(script), "worker", str(gguf), json.dumps(settings), "--threads", str(threads))
+        command = (sys.executable, str(script), "worker", str(gguf), json.dumps(order), "--threads", str(threads))
         arm = Arm(
             name=name,
             kind="reference",
@@ -147,7 +147,9 @@ def contender(name: str, model: Path, sha: str, threads: int, a: argparse.Namesp
             command=(*pinned, *command),
         )
         return WorkerContender(arm, environment=llama_path(a))
-    settings = {} if name == STOCK else {"kernels": name, "threads": threads}
+    settings: dict[str, str | int] = {} if name == STOCK else {"kernels": name, "threads": threads}
+    if settings and a.kernel_cache is not None:
+        settings["kernel_cache"] = str(a.kernel_cache)
     side = "mlx-lm" if name == STOCK else "gnomon"
     command = (*pinned, *worker_command(side, model, {**settings, "model_sha256": sha}))
     kind = "reference" if name == STOCK else "settings"
@@ -204,6 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--gguf", type=Path, help="llama.cpp's file of the same weights")
     parser.add_argument("--gguf-q4-0", type=Path, help="the same as Q4_0")
     parser.add_argument("--xllamacpp", type=Path, help="its wheel, where the package isn't installed")
+    parser.add_argument("--kernel-cache", type=Path, help="builds of the kernels, carried here for instance")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", choices=[part.model for part in PARTS], help="this model alone")
     parser.add_argument("--quick", action="store_true", help="one block of a few short cells; diagnostic")
