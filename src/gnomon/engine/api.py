@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from gnomon.chat.constraint import Constraint
 from gnomon.chat.reasoning import Thinking
-from gnomon.chat.spans import ToolSpans
+
+if TYPE_CHECKING:
+    # It brings a template engine with it.
+    from gnomon.chat.spans import ToolSpans
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 HLGPivot = Literal["top", "entropy", "median"]
