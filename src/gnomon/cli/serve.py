@@ -23,6 +23,7 @@ def run(args: argparse.Namespace) -> int:
     from gnomon.cli._library import find
     from gnomon.cli._model import Loaded, start, working
     from gnomon.cli._prompt_log import PromptLog
+    from gnomon.cli._ranks import follow, join
     from gnomon.engine.api import Engine
     from gnomon.serve.app import create_app
     from gnomon.serve.server import StartupError, address_of, bind, serve
@@ -30,6 +31,9 @@ def run(args: argparse.Namespace) -> int:
 
     config: Config = args.config
     console = Console(highlight=False)
+    ranks = join(config)
+    if ranks is not None and not ranks.leads:
+        return follow(config, ranks)
     try:
         bound = bind(config.http)
     except StartupError as e:
@@ -44,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         else:
             found = find(config)
             with working(f"loading {found.id}"):
-                loaded = start(config, found, serving=True)
+                loaded = start(config, found, serving=True, ranks=ranks)
 
         if config.speculation.strict and not can_settle(loaded.template):
             log.warning(

@@ -13,6 +13,7 @@ from typing import Any, Literal, cast
 
 from gnomon.config.cache import CacheConfig
 from gnomon.config.checkpoint import CheckpointConfig
+from gnomon.config.distributed import DistributedConfig
 from gnomon.config.engine import EngineConfig
 from gnomon.config.http import HTTPConfig
 from gnomon.config.isolation import IsolationConfig
@@ -48,6 +49,7 @@ class Config:
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
     http: HTTPConfig = field(default_factory=HTTPConfig)
     isolation: IsolationConfig = field(default_factory=IsolationConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
     client: ClientConfig = field(default_factory=ClientConfig)
     paths: Paths = field(default_factory=Paths)
     log: LogConfig = field(default_factory=LogConfig)
@@ -70,6 +72,7 @@ Group = type[
     | SamplingDefaults
     | HTTPConfig
     | IsolationConfig
+    | DistributedConfig
     | ClientConfig
     | Paths
     | LogConfig
@@ -86,6 +89,7 @@ GROUPS: Mapping[str, Group] = {
     "sampling": SamplingDefaults,
     "http": HTTPConfig,
     "isolation": IsolationConfig,
+    "distributed": DistributedConfig,
     "client": ClientConfig,
     "paths": Paths,
     "log": LogConfig,
@@ -105,6 +109,7 @@ SERVE = (
     SpeculationConfig,
     HTTPConfig,
     IsolationConfig,
+    DistributedConfig,
     KernelConfig,
     KvConfig,
     TraceConfig,
