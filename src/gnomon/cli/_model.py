@@ -120,6 +120,15 @@ def draft_of(config: Config) -> Path | None:
     return None if wanted is None else find(replace(config, model=ModelConfig(model=wanted))).path
 
 
+def warn_of_fill(config: Config, template: ChatTemplate, model: str) -> None:
+    """Says so when tool calls of a model can't be filled in although the flags ask for it."""
+    from gnomon.chat.spans import can_settle
+
+    fill = config.speculation.fill
+    if config.speculation.strict and not can_settle(template):
+        log.warning("--fill %s asserts nothing with %s: it doesn't write tool calls between tags", fill, model)
+
+
 def tracer_of(config: Config) -> Tracer:
     """The tracer that the flags ask for. Raises CommandError without the packages it needs."""
     from gnomon.bench.trace import make_tracer

@@ -26,6 +26,8 @@ def join(config: Config) -> Ranks | None:
         raise CommandError(
             "--isolate can't be used with --distributed: a child that is started again can't join the others again"
         )
+    if config.pool.model_pool is not None:
+        raise CommandError("--model-pool can't be used with --distributed: its models each have a process of their own")
     if config.checkpoint.generation_checkpoint is not None:
         raise CommandError(
             "--generation-checkpoint can't be used with --distributed: only rank 0 would go on with an answer"

@@ -14,6 +14,7 @@ from gnomon.config.kernel import KernelConfig
 from gnomon.config.kv import KvConfig, KvScheme
 from gnomon.config.log import LogConfig, TraceConfig
 from gnomon.config.model import ClientConfig, ModelConfig, Paths
+from gnomon.config.pool import PoolConfig
 from gnomon.config.resolve import (
     COMMON,
     GROUPS,
@@ -56,6 +57,7 @@ __all__ = [
     "ModelConfig",
     "Origin",
     "Paths",
+    "PoolConfig",
     "SamplingDefaults",
     "SpeculationConfig",
     "TraceConfig",

@@ -21,6 +21,7 @@ from gnomon.config.kernel import KernelConfig
 from gnomon.config.kv import KvConfig
 from gnomon.config.log import LogConfig, TraceConfig
 from gnomon.config.model import ClientConfig, ModelConfig, Paths
+from gnomon.config.pool import PoolConfig
 from gnomon.config.sampling import SamplingDefaults
 from gnomon.config.speculation import SpeculationConfig
 from gnomon.options import ConfigError, Given, Setting, Take, TakeFlag, kind_of
@@ -50,6 +51,7 @@ class Config:
     http: HTTPConfig = field(default_factory=HTTPConfig)
     isolation: IsolationConfig = field(default_factory=IsolationConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    pool: PoolConfig = field(default_factory=PoolConfig)
     client: ClientConfig = field(default_factory=ClientConfig)
     paths: Paths = field(default_factory=Paths)
     log: LogConfig = field(default_factory=LogConfig)
@@ -73,6 +75,7 @@ Group = type[
     | HTTPConfig
     | IsolationConfig
     | DistributedConfig
+    | PoolConfig
     | ClientConfig
     | Paths
     | LogConfig
@@ -90,6 +93,7 @@ GROUPS: Mapping[str, Group] = {
     "http": HTTPConfig,
     "isolation": IsolationConfig,
     "distributed": DistributedConfig,
+    "pool": PoolConfig,
     "client": ClientConfig,
     "paths": Paths,
     "log": LogConfig,
@@ -110,6 +114,7 @@ SERVE = (
     HTTPConfig,
     IsolationConfig,
     DistributedConfig,
+    PoolConfig,
     KernelConfig,
     KvConfig,
     TraceConfig,
@@ -191,6 +196,7 @@ def resolve(args: argparse.Namespace | None = None, environ: Mapping[str, str] |
     notes = (
         *_speculation_notes(cast("SpeculationConfig", built["speculation"]), origins),
         *_http_notes(cast("HTTPConfig", built["http"]), origins),
+        *_pool_notes(cast("PoolConfig", built["pool"]), origins),
         *_unknown_variables(environ),
     )
     speculation = cast("SpeculationConfig", built["speculation"])
@@ -198,6 +204,15 @@ def resolve(args: argparse.Namespace | None = None, environ: Mapping[str, str] |
         raise ConfigError(
             str(origins["speculation.fill"]),
             f"{speculation.fill} asserts tokens, which excludes --draft-model: take echo",
+        )
+    pool = cast("PoolConfig", built["pool"])
+    if pool.model_pool is not None and speculation.draft_model is not None:
+        raise ConfigError(
+            str(origins["speculation.draft_model"]), "excludes --model-pool: a draft model fits one model's vocabulary"
+        )
+    if pool.model_pool is not None and len(pool.pins) > pool.model_pool:
+        raise ConfigError(
+            str(origins["pool.pins"]), f"{len(pool.pins)} models are more than --model-pool {pool.model_pool} holds"
         )
     return Config(**cast("dict[str, Any]", built), origins=origins, notes=notes)
 
@@ -219,6 +234,12 @@ def _speculation_notes(wanted: SpeculationConfig, origins: Mapping[str, Origin])
 def _http_notes(http: HTTPConfig, origins: Mapping[str, Origin]) -> Iterator[str]:
     if http.key_concurrency is not None and not http.api_keys and http.api_key_file is None:
         yield f"{origins['http.key_concurrency']} has no effect without --api-key or --api-key-file"
+
+
+def _pool_notes(pool: PoolConfig, origins: Mapping[str, Origin]) -> Iterator[str]:
+    if pool.model_pool is None:
+        given = [origin for key, origin in origins.items() if key.startswith("pool.")]
+        yield from (f"{origin} has no effect without --model-pool" for origin in given)
 
 
 def _from_flag(s: Setting, given: Mapping[str, Any]) -> tuple[Any, Origin] | None:

@@ -181,8 +181,6 @@ class Core:
         pressure, scheduler = self.pressure, self.scheduler
         pressure.look()
         scheduler.chunk = pressure.chunk
-        if scheduler.long is not None:
-            scheduler.long.prefill.chunk = min(scheduler.long.prefill.chunk, pressure.chunk)
 
     def admit(self) -> None:
         self.scheduler.num_running = self.batch.num_open
@@ -217,6 +215,7 @@ class Core:
         self.stepper.disturbed()
         jobs, prefill = preparation.jobs, preparation.prefill
         begun, tokens = time.monotonic(), 0 if prefill.finished else prefill.num_tokens
+        prefill.chunk = min(prefill.chunk, self.pressure.chunk)
         self.pressure.window_begins()
         try:
             self.runner.run_window(prefill)

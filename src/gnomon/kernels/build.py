@@ -50,17 +50,19 @@ _COMMON = (
     "-DNDEBUG",
     "-DNB_DOMAIN=mlx",
 )
+_AVX512 = (
+    "-mavx512f",
+    "-mavx512bw",
+    "-mavx512vl",
+    "-mavx512dq",
+    "-mavx2",
+    "-mfma",
+    "-mf16c",
+    "-mprefer-vector-width=512",
+)
 _ISA_FLAGS: dict[str, tuple[str, ...]] = {
-    "avx512": (
-        "-mavx512f",
-        "-mavx512bw",
-        "-mavx512vl",
-        "-mavx512dq",
-        "-mavx2",
-        "-mfma",
-        "-mf16c",
-        "-mprefer-vector-width=512",
-    ),
+    "avx512vnni": (*_AVX512, "-mavx512vnni"),
+    "avx512": _AVX512,
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
     "neon": (),
     "portable": ("-O2",),
@@ -113,6 +115,8 @@ def cpu_isas() -> tuple[str, ...]:
     flags = _cpu_flags()
     found: list[str] = []
     if {"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma", "f16c"} <= flags:
+        if "avx512_vnni" in flags:
+            found.append("avx512vnni")
         found.append("avx512")
     if {"avx2", "fma", "f16c"} <= flags:
         found.append("avx2")

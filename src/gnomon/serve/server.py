@@ -23,7 +23,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from gnomon.config import HTTPConfig
-from gnomon.engine.api import Engine, FlushReport
+from gnomon.engine.api import FlushReport, Supervised
 from gnomon.serve.auth import is_loopback
 from gnomon.serve.keys import KeyFileError, KeyRing
 from gnomon.serve.protocol import Protocol
@@ -139,7 +139,9 @@ class Server(uvicorn.Server):
     what is left then hears an error; at the second they hear it at once.
     """
 
-    def __init__(self, app: FastAPI, engine: Engine, http: HTTPConfig, ready: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, app: FastAPI, engine: Supervised, http: HTTPConfig, ready: Callable[[], None] | None = None
+    ) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -264,7 +266,7 @@ async def in_thread(work: Callable[[], T]) -> T:
 
 
 def serve(
-    app: FastAPI, engine: Engine, bound: socket.socket, config: HTTPConfig, ready: Callable[[], None] | None = None
+    app: FastAPI, engine: Supervised, bound: socket.socket, config: HTTPConfig, ready: Callable[[], None] | None = None
 ) -> int:
     """Serve `app` on a socket from `bind` until a signal, and return the process's exit code: 1 if the engine failed.
 
