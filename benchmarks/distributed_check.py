@@ -6,8 +6,8 @@ The whole engine runs: rank 0 is asked, the others follow. The model is random, 
         [--out FILE]
 
 `ring` runs on the machine's own loopback (on CPUs also without GPUs), `nccl` gives each process a GPU of its own. Needs mlx, mlx-lm and
-what the engine imports (transformers, tokenizers, numpy, psutil, llguidance), no network and no web library. Prints one JSON object;
-status 1 if a token differs where the model wasn't undecided: `near_tie` is the gap between the two best log probabilities there.
+what the engine imports (transformers, tokenizers, numpy, psutil, platformdirs, llguidance), no network and no web library. Prints one JSON
+object; status 1 if a token differs where the model wasn't undecided: `near_tie` is the gap between the two best log probabilities there.
 """
 
 from __future__ import annotations
