@@ -94,14 +94,14 @@ def engine_pid(child: Child) -> int:
     return child.client.get("/engine").json()["pid"]
 
 
-def lose_child(field: Field, harm: Callable[[int], None]) -> dict[str, Any]:
+def lose_child(field: Field, harm: Callable[[Child, int], None]) -> dict[str, Any]:
     """Harm the engine's process while it streams; everything that must hold then."""
     with field.server("--isolate") as child:
         expected = answer(child)
         kept = child.post("/v1/responses", {"input": "abc", "max_output_tokens": 8, "store": True})["id"]
         with streaming(child) as rest:
             before, begun = engine_pid(child), time.monotonic()
-            harm(before)
+            harm(child, before)
             told = rest()
             ended = time.monotonic() - begun
         assert "engine_died" in told, told[-300:]
@@ -114,12 +114,12 @@ def lose_child(field: Field, harm: Callable[[int], None]) -> dict[str, Any]:
 
 def killed_child(field: Field) -> dict[str, Any]:
     """SIGKILL of the engine's process in the middle of a stream."""
-    return lose_child(field, lambda pid: os.kill(pid, signal.SIGKILL))
+    return lose_child(field, lambda _, pid: os.kill(pid, signal.SIGKILL))
 
 
 def frozen_child(field: Field) -> dict[str, Any]:
     """SIGSTOP of the engine's process: it neither dies nor says anything."""
-    return lose_child(field, lambda pid: os.kill(pid, signal.SIGSTOP))
+    return lose_child(field, lambda _, pid: os.kill(pid, signal.SIGSTOP))
 
 
 def child_without_memory(field: Field) -> dict[str, Any]:
@@ -127,10 +127,12 @@ def child_without_memory(field: Field) -> dict[str, Any]:
     if sys.platform != "linux":
         raise NotRun("the memory of a running process can be limited on Linux only")
 
-    def harm(pid: int) -> None:
-        process = psutil.Process(pid)
-        taken = process.memory_info().vms
-        process.rlimit(psutil.RLIMIT_AS, (taken, taken))
+    def harm(child: Child, pid: int) -> None:
+        psutil.Process(pid).rlimit(psutil.RLIMIT_AS, (1 << 20, 1 << 20))
+        body = {**ASK, "prompt": "a long prompt " * 2000}
+        threading.Thread(
+            target=lambda: httpx.post(f"{child.url}/v1/completions", json=body, timeout=60), daemon=True
+        ).start()
 
     return lose_child(field, harm)
 
@@ -308,21 +310,23 @@ def vanished_model(field: Field) -> dict[str, Any]:
         away = model.rename(field.directory / "away")
         assert answer(child) == expected
         os.kill(engine_pid(child), signal.SIGKILL)
-        begun, told = time.monotonic(), None
-        while told is None and time.monotonic() - begun < RECOVERY_SECONDS:
+        begun, told = time.monotonic(), "nothing"
+        # Refusals with a reason until it gives up, and ends.
+        while (ended := not psutil.pid_exists(child.pid) or psutil.Process(child.pid).status() == "zombie") is False:
             try:
                 health = child.client.get("/health")
-                state = child.client.get("/engine").json()["state"]
+                assert health.status_code == 503
+                told = health.json().get("reason", health.text)
             except httpx.TransportError:
-                told = "the server ended"
+                continue
+            if time.monotonic() - begun > RECOVERY_SECONDS:
                 break
-            if health.status_code == 503 and state in ("failed", "stopped"):
-                told = health.text
-            time.sleep(0.1)
-        assert told is not None
+            time.sleep(0.2)
         seconds = time.monotonic() - begun
         away.rename(model)
-    return {"told": told[:200], "told_after_seconds": seconds}
+        back = None if ended else recovered(child, expected)
+    assert told != "nothing"
+    return {"told": told[-200:], "ended": ended, "seconds": seconds, "recovered_seconds": back}
 
 
 FAULTS: dict[str, Callable[[Field], dict[str, Any]]] = {

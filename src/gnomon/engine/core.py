@@ -13,11 +13,12 @@ from gnomon.engine.aside import Aside
 from gnomon.engine.batch import Batch
 from gnomon.engine.budget import ceiling
 from gnomon.engine.mailbox import Ask, Beside, Cancel, CloseSession, Stop, Submit, Wake
+from gnomon.engine.memory import Memory
 from gnomon.engine.persist import new_reuse
 from gnomon.engine.pressure import Pressure, code_of, is_out_of_memory
 from gnomon.engine.reuse import cache_bytes
 from gnomon.engine.row import Job, Row
-from gnomon.engine.runner import DeviceFailed, Runner, forked
+from gnomon.engine.runner import DeviceFailed, PagesLost, Runner, forked
 from gnomon.engine.scheduler import Prepared, Scheduler
 from gnomon.engine.served import Served, Shared
 from gnomon.engine.settings import Host, Settings
@@ -59,26 +60,26 @@ class Core:
         self.counters = shared.counters
         self.heart = shared.heart
         self.on_close = shared.on_close
-        self.runner = Runner(loaded, config, shared.counters, shared.heart, host.prime, served.coding)
+        self.runner = Runner(loaded, config, shared.counters, shared.heart, host.prime, served.coding, served.pages)
         self.speculation = speculation
         self.spans = Spans(host.tracer)
         self.ranks = host.ranks
         self.eos_ids = frozenset({*loaded.eos_token_ids, *tokenizer.eos_ids})
         binding = loaded.binding
-        self.budget = served.budget
         size = cache_bytes(config.prompt_cache, served.budget)
         self.reuse = new_reuse(
             self.runner,
-            PrefixCache(size, config.cache_retention) if size else None,
+            PrefixCache(size, config.cache_retention, pages=served.pages) if size else None,
             lambda ids: tokenizer.decode(ids, hide=False),
             settings.cache,
             served.operations,
             lambda: shared.mailbox.post(Wake()),
         )
+        self.memory = Memory(served.budget, self.runner, self.reuse)
         self.pressure = Pressure(
             ceiling(config.memory_budget),
             config.prefill_chunk,
-            self.reuse.shed,
+            self.memory.shed,
             enabled=config.memory_steps,
             active=self.mailbox.active_memory,
             windows=self.ranks is None,
@@ -191,16 +192,10 @@ class Core:
 
     def has_memory(self, job: Job | None = None) -> bool:
         """Whether a request fits beside those admitted. What is reused gives way to them."""
-        jobs = [other for other in self.jobs.values() if other.admitted and other.open]
-        if job is not None and jobs and self.pressure.is_holding:
+        admitted = [other for other in self.jobs.values() if other.admitted and other.open]
+        if job is not None and admitted and self.pressure.is_holding:
             return False
-        if job is not None and not self.budget.has_kv([job, *jobs]):
-            return False
-        left = self.budget.left(jobs if job is None else [job, *jobs])
-        if left is not None and left < 0:
-            return False
-        self.reuse.allow(left)
-        return True
+        return self.memory.has_room(job, admitted, self.scheduler.admitted)
 
     def may_join(self, job: Job, group: Sequence[Job]) -> bool:
         """Whether a prompt may share the window of a group: nothing is lost that reuse would save, and its scores fit."""
@@ -221,6 +216,7 @@ class Core:
             self.runner.run_window(prefill)
         except Exception as error:  # noqa: BLE001  (any failure here has an owner among these requests, or the device is gone)
             self.end_ranks(error)
+            self.runner.mend()
             self.heed(error)
             if len(jobs) > 1:
                 self.prefill_apart(jobs, error)
@@ -270,10 +266,8 @@ class Core:
         self.heart.beat("decoding")
         counters = self.counters
         tokens, begun = counters.generated_tokens, time.perf_counter()
-        started, running = (
-            time.monotonic(),
-            [row.job for row in self.batch.rows if row.open] if self.spans.enabled else [],
-        )
+        started = time.monotonic()
+        running = [row.job for row in self.batch.rows if row.open] if self.spans.enabled else []
         stepped = True
         try:
             stepped = self.stepper.step()
@@ -292,7 +286,7 @@ class Core:
             mx.clear_cache()
 
     def heed(self, error: Exception) -> None:
-        """An allocation that failed is a word on memory, too."""
+        """An allocation that failed is a word on memory, too. Not before the pages are mended."""
         if is_out_of_memory(error):
             self.pressure.failed()
 
@@ -333,6 +327,7 @@ class Core:
             self.spans.end(job)
             self.on_close(job)
             self.has_memory()
+            self.memory.tidy()
 
     def rest(self) -> None:
         """Nothing is open: hold no rows and no spare memory, and see that the books are straight."""
@@ -401,11 +396,12 @@ class Core:
         A row whose own step fails too is to blame and fails with its request; the others go on, a token further. That costs a
         prefill of every row, so it is not repeated without end.
         """
-        self.heed(error)
         rows = [row for row in self.batch.rows if row.open]
         self.drop_batch()
         self.stepper = self.runner.new_stepper(self.batch, self.speculation)
         mx.clear_cache()
+        self.runner.mend()
+        self.heed(error)
         self.num_rebuilds += 1
         if len(rows) == 1 or self.num_rebuilds > MAX_REBUILDS:
             for row in rows:
@@ -439,6 +435,8 @@ class Core:
         """Fail every request that was admitted and forget all state. Raises `DeviceFailed`."""
         self.end_ranks(error)
         self.counters.recoveries += 1
+        if isinstance(error, PagesLost):
+            self.reuse.forget()
         for job in self.jobs.values():
             if job.admitted:
                 job.fail(error)
@@ -462,6 +460,7 @@ class Core:
         self.drop_batch()
         self.stepper.flight = None
         self.scheduler.drop_closed()
+        self.memory.tidy()
         mx.clear_cache()
 
     def drop_batch(self) -> None:
@@ -487,7 +486,7 @@ class Core:
         states = [self.batch.state, *(ready.state for ready in self.scheduler.prepared)]
         under_way = (self.scheduler.long, self.scheduler.short)
         states += [one.prefill.state for one in under_way if one is not None]
-        counters.kv_bytes = sum(state.nbytes() for state in states if state is not None)
+        counters.kv_bytes = self.memory.kv_bytes(states)
         if self.speculation is not None and self.speculation.draft is not None:
             counters.kv_bytes += self.speculation.draft.nbytes()
         counters.active_rows = self.batch.num_open

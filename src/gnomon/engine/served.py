@@ -13,6 +13,7 @@ from gnomon.engine.mailbox import Mailbox
 from gnomon.engine.row import Job
 from gnomon.models.load import LoadedModel
 from gnomon.state.codecs import Coding
+from gnomon.state.paged import PagePool
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,7 @@ class Served:
     budget: Budget
     coding: Coding | None = None
     operations: str = "stock"
+    pages: PagePool | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,8 @@ def check_ranks(settings: Settings) -> None:
         reasons["--kv-budget"] = "it reckons with the whole model in one process"
     if settings.kv.mode != "off":
         reasons["--kv-quant"] = "codes of keys and values are not tried with a part of the heads"
+    if settings.kv.paged:
+        reasons["--paged-kv"] = "pages are not tried with a part of the heads"
     if settings.kernels.kernels == "native":
         reasons["--kernels native"] = "the kernels don't know layers that are split"
     if reasons:
