@@ -38,6 +38,8 @@ class Stub:
     def __init__(self, what: Any) -> None:
         if what == "unloadable":
             raise ValueError("there is no such model")
+        if what == "never ready":
+            time.sleep(600)
         if what == "dies early":
             os._exit(3)
         if isinstance(what, str) and what.startswith("model "):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
 from pathlib import Path
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -297,6 +298,28 @@ def test_draining_refuses_those_who_wait_and_stopping_leaves_no_process(make) ->
     pool.stop()
     assert not any(map(alive, pids))
     assert pool.health().state == "stopped"
+
+
+def test_stopping_does_not_wait_for_a_model_that_is_being_loaded(make) -> None:
+    pool = make(entry("a", "never ready"))
+    waiting = pool.acquire("a")
+    eventually(lambda: len(psutil.Process().children()) == 1)
+    pool.stop()
+    with pytest.raises(EngineUnavailable, match="the server was stopped"):
+        waiting.result(1)
+    assert psutil.Process().children() == []
+
+
+def test_a_model_that_ends_leaves_the_pool_well(make, tmp_path: Path) -> None:
+    pool = make(entry("a", f"writes {tmp_path / 'states'}"))
+    lease = get(pool, "a")
+    lease.release()
+    unloading = threading.Thread(target=pool.unload, args=("a", LONG))
+    unloading.start()
+    eventually(lambda: lease.parts.health().state == "stopped")
+    assert pool.health().state == "ok"
+    unloading.join(LONG)
+    assert states(pool)["a"] == "cold"
 
 
 def test_those_who_wait_at_a_drain_hear_of_it(make) -> None:

@@ -330,6 +330,8 @@ class IsolatedEngine:
         """Until the child is gone, frozen, or ended as asked."""
         limit = 0.0
         while True:
+            if self._stopping and not child.ready:
+                return  # it has nothing to write
             if self._stopping and not limit:
                 child.writer.send(Stop())
                 limit = time.monotonic() + self._patience.stop
