@@ -101,6 +101,7 @@ def test_variables(environ, group, name, value):
         (["--hlg-toe", "101"], {}, r"--hlg-toe: 101 is out of range: \[0, 100\] nats"),
         (["--thinking", "maybe"], {}, "--thinking: 'maybe' is not one of 1, 0, true, on, false, off"),
         (["--l1", "--kernels", "native"], {}, "--l1: excludes --kernels native"),
+        (["--l1", "--kernels", "int8"], {}, "--l1: excludes --kernels int8"),
         (["--threads", "0"], {}, "--threads: 0 is out of range"),
         (["--kernels", "fast"], {}, "--kernels: 'fast' is not one of auto, native, stock"),
         (["--api-key", ""], {}, "--api-key: the value is empty"),

@@ -177,9 +177,10 @@ def resolve(args: argparse.Namespace | None = None, environ: Mapping[str, str] |
         values["model"]["query"], origins["model.query"] = given["model.positional"], Origin("flag", "argument")
     built = {name: group(**values[name]) for name, group in GROUPS.items()}
     kernel = cast("KernelConfig", built["kernel"])
-    if kernel.l1 and kernel.kernels == "native":
+    if kernel.l1 and kernel.kernels in ("native", "int8"):
         raise ConfigError(
-            str(origins["kernel.l1"]), "excludes --kernels native: only stock operations equal mlx-lm to the bit"
+            str(origins["kernel.l1"]),
+            f"excludes --kernels {kernel.kernels}: only stock operations equal mlx-lm to the bit",
         )
     kv = cast("KvConfig", built["kv"])
     if kernel.l1 and kv.l2:

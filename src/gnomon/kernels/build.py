@@ -28,6 +28,7 @@ from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -188,9 +189,16 @@ def ensure(
     """Return the build for this machine, compiling it first if the cache has none.
 
     One process compiles, others wait for it. `isas` None is the best one of this CPU. `flags` are added to every compilation
-    (sanitizers). Raises BuildError.
+    (sanitizers). Where nothing can be compiled, a build that was carried here is taken. Raises BuildError.
     """
-    tools = toolchain(compiler, isas, flags)
+    try:
+        tools = toolchain(compiler, isas, flags)
+    except BuildError as e:
+        found = carried(cache)
+        if found is None:
+            raise
+        progress(f"{e}: taking the kernels in {found.path.parent}, built for {', '.join(found.toolchain.isas)}")
+        return found
     home = cache / tools.key
     if not rebuild and _complete(home):
         return Build(home / f"{MODULE}.so", tools, 0.0)
@@ -205,6 +213,30 @@ def ensure(
     except OSError as e:
         raise BuildError(f"the kernel cache {cache} can't be written: {e}") from e
     return Build(home / f"{MODULE}.so", tools, seconds)
+
+
+def carried(cache: Path) -> Build | None:
+    """The best build in `cache` that another machine made of these sources for this mlx, this Python and an instruction set of this CPU.
+
+    Only the instruction sets' files are compiled for a CPU, and which of them runs is asked at run time, so a copied cache serves
+    machines without a compiler.
+    """
+    here = (version("mlx"), sysconfig.get_config_var("SOABI"), source_hash())
+    order = (*cpu_isas(), *(() if "portable" in cpu_isas() else ("portable",)))
+    found: list[tuple[int, Build]] = []
+    for manifest in sorted(cache.glob("*/build.json")):
+        try:
+            said = json.loads(manifest.read_text())
+            fields: dict[str, Any] = {name: said[name] for name in Toolchain.__slots__}
+            fields.update(isas=tuple(said["isas"]), flags=tuple(said["flags"]))
+            tools = Toolchain(**fields)
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        known = [order.index(isa) for isa in tools.isas if isa in order]
+        same = (tools.mlx, tools.python, tools.sources) == here and tools.machine.split()[:1] == [platform.machine()]
+        if same and known and not tools.flags:
+            found.append((min(known), Build(manifest.parent / f"{MODULE}.so", tools, 0.0)))
+    return min(found, key=lambda one: one[0])[1] if found else None
 
 
 def load(build: Build) -> ModuleType:

@@ -3,6 +3,7 @@
 // A block of 32 activations is d * q with q whole in [-127, 127] and d = max |x| / 127. An output is, block by block, a sum of whole products
 // (exact) that enters one float by two fused multiply-adds: its bits depend neither on tiles nor on the instruction set.
 // Lanes are columns: four codes of each of W rows of weights stand in a register, after the rows' words were transposed.
+#include <math.h>
 namespace gnomon::GNOMON_ISA {
 
 constexpr int STEPS = BLOCK / 4;  // of four codes in a block
@@ -25,27 +26,29 @@ static void arrange_integer(const void* x, Type type, int64_t stride, int k, Cod
     if (stride == 1) to_f32(from, type, BLOCK, block);
     else
       for (int i = 0; i < BLOCK; i++) to_f32(from + i * stride * (int64_t)type_size(type), type, 1, block + i);
-    uint32_t bits[BLOCK], most = 0;
-    memcpy(bits, block, sizeof bits);
-    for (int i = 0; i < BLOCK; i++) {
-      const uint32_t size = bits[i] & 0x7fffffff;  // as whole numbers: infinities above all numbers, NaN above those
-      most = size > most ? size : most;
+    vf most = zero();
+    bool is_nan = false;
+    for (int i = 0; i < BLOCK; i += W) {
+      const vf v = load(block + i);
+      most = max(most, max(v, sub(zero(), v)));
+      is_nan |= any_nan(v);
     }
+    float lanes[W], top = 0;
+    store(lanes, most);
+    for (int i = 0; i < W; i++) top = lanes[i] > top ? lanes[i] : top;
+    if (is_nan) top = NAN;
     int8_t codes[BLOCK];
     int sum = 0;
     float d = 0;
-    if (most < 0x0d800000) {  // 2^-100: its reciprocal would leave the range
+    if (top < 7.888609052210118e-31f) {  // 2^-100: its reciprocal would leave the range
       memset(codes, 0, sizeof codes);
     } else {
-      float top;
-      memcpy(&top, &most, 4);
       d = top / 127.0f;
-      const float by = 127.0f / top;
-      for (int i = 0; i < BLOCK; i++) {
-        const float whole = block[i] * by + 12582912.0f;  // 1.5 * 2^23: rounds to even, the low byte is the number
-        memcpy(&bits[i], &whole, 4);
-      }
-      for (int i = 0; i < BLOCK; i++) codes[i] = (int8_t)(bits[i] & 0xff);
+      const vf by = set1(127.0f / top), magic = set1(12582912.0f);  // 1.5 * 2^23: adding it rounds to even, and the low byte is the number
+      for (int i = 0; i < BLOCK; i += W) store(block + i, add(mul(load(block + i), by), magic));
+      uint32_t bits[BLOCK];
+      memcpy(bits, block, sizeof bits);
+      for (int i = 0; i < BLOCK; i++) codes[i] = (int8_t)(uint8_t)bits[i];
       for (int i = 0; i < BLOCK; i++) sum += codes[i];
     }
     ds[b] = d;
@@ -86,7 +89,7 @@ template <int BITS> struct Tile {
   // The next line of every row, transposed; returns how many blocks it has.
   int next(uint32_t* words, int64_t ahead) {
     const int some = left < LINE ? left : LINE;
-    for (int c = 0; c < W; c++) __builtin_prefetch(p[c] + ahead);
+    for (int c = 0; c < W; c++) __builtin_prefetch(p[c] + ahead, 0, 2);  // not into the first level: lines of long rows fall on each other there
     turn(p, some, words);
     for (int c = 0; c < W; c++) p[c] += some;
     left -= some;
@@ -105,6 +108,7 @@ static void few_rows(const Weights& w, int n0, int n1, const float* x, float* y,
   const int8_t* q[M];
   for (int m = 0; m < M; m++) q[m] = Quantised(x + (size_t)m * w.k, w.k).q;
   const float *d = Quantised(x, w.k).d, *sums = Quantised(x, w.k).sums;
+  const int64_t ahead = w.row_bytes < 2048 ? W * w.row_bytes : 256;  // the next columns, or further along long rows
   for (int n = n0; n < n1; n += W) {
     const int columns = n1 - n < W ? n1 - n : W;
     turn_scales(w.scales, w.scale_type, n, columns, groups, scales);
@@ -114,7 +118,7 @@ static void few_rows(const Weights& w, int n0, int n1, const float* x, float* y,
     for (int m = 0; m < M; m++) acc[m] = zero();
     Tile<BITS> tile(w, n, columns);
     for (int b = 0; tile.left;) {
-      const int blocks = tile.next(words, W * w.row_bytes);
+      const int blocks = tile.next(words, ahead);
       for (int i = 0; i < blocks; i++, b++) {
         Dot<BITS> dot[M];
         const int at = b * BLOCK;
