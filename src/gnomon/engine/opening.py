@@ -104,7 +104,9 @@ def open_core(
 
 def _prepare(loaded: LoadedModel, wanted: KernelConfig) -> Kernels:
     policy = "stock" if wanted.stock else wanted.kernels
-    return native.prepare(loaded.model, policy, cache=wanted.kernel_cache, threads=wanted.threads)
+    return native.prepare(
+        loaded.model, policy, cache=wanted.kernel_cache, threads=wanted.threads, fused=wanted.fused_layers
+    )
 
 
 def _identity(core: Core, operations: str) -> str:
