@@ -1,10 +1,10 @@
 """The share of a step's time that runs in native CPU kernels, for random models of realistic shapes, and what runs as stock operations.
 
-    uv run python benchmarks/kernel_profile.py [MODEL ...] [--steps 12] [--prompt 64] [--context 256]
+    uv run python benchmarks/kernel_profile.py [MODEL ...] [--kernels native] [--rows 1] [--steps 12] [--prompt 64] [--context 256]
 
-One thread. CPU seconds of native operations are measured in the extension; the whole are the process's CPU seconds while a step whose
-graph is built is evaluated, so the difference is MLX's own operations and its scheduling, and a busy machine disturbs little. The
-primitives are counted in the graph of one step.
+One thread, the engine's state; the prompt is one row, --rows of it decode together. CPU seconds of native operations are measured in the
+extension; the whole are the process's CPU seconds while a step whose graph is built is evaluated, so the difference is MLX's own operations
+and its scheduling, and a busy machine disturbs little. The primitives are counted in the graph of one step.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import _get_classes
 
 from gnomon.config import resolve
 from gnomon.kernels import dispatch, native
+from gnomon.models.bindings import bind
+from gnomon.state.batch_state import BatchState
 
 DENSE = {
     "num_hidden_layers": 8,
@@ -88,30 +89,35 @@ def primitives(*outputs: mx.array) -> Counter[str]:
     return Counter(re.findall(r'label ?= ?"([A-Za-z]\w*)"[^\n]*shape ?= ?rectangle', text.getvalue()))
 
 
-def profile(name: str, steps: int, prompt: int, context: int) -> None:
+def profile(name: str, policy: native.Policy, rows: int, steps: int, prompt: int, context: int) -> None:
     """Print the shares of prefill and decode of one model."""
     model, kernel = make(name), resolve().kernel
-    kernels = native.prepare(model, "native", cache=kernel.kernel_cache, threads=1)
+    kernels = native.prepare(model, policy, cache=kernel.kernel_cache, threads=1)
     extension = native.extension()
     if not kernels.native or extension is None:
         raise SystemExit(kernels.reason)
-    cache = make_prompt_cache(model)
-    for phase, rows, times in (("prefill", prompt, 2), ("context", context, 1), ("decode", 1, steps)):
+    binding = bind(model)
+    state = BatchState(model, binding.make_caches(), pad_safe=binding.pad_safe, mask_ndim=binding.mask_ndim)
+    for phase, width, times in (("prefill", prompt, 2), ("context", context, 1), ("decode", 1, steps)):
+        while phase == "decode" and state.num_rows < rows:
+            state.join(state.fork(0))
         whole, build, by_name, count = 0.0, 0.0, Counter[str](), Counter[str]()
         for step in range(times + 1):
-            tokens = mx.random.randint(5, 1000, (1, rows))
+            tokens = mx.random.randint(5, 1000, (state.num_rows, width))
             mx.eval(tokens)
             begun = time.process_time()
+            state.begin(width)
             with dispatch.step():
-                logits = model(tokens, cache=cache)[:, -1]
+                logits = model(tokens, cache=state.caches)[:, -1]
                 token = mx.argmax(logits - mx.logsumexp(logits, axis=-1, keepdims=True), axis=-1)
+            state.commit()
             built = time.process_time()
             if step == 0:
                 count = primitives(token)
-                mx.eval(token, [c.state for c in cache])
+                mx.eval(token, state.arrays())
                 continue
             extension.set_profile(True)
-            mx.eval(token, [c.state for c in cache])
+            mx.eval(token, state.arrays())
             whole += time.process_time() - built
             build += built - begun
             by_name.update(extension.set_profile(False))
@@ -132,12 +138,14 @@ def profile(name: str, steps: int, prompt: int, context: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(MODELS)}; all when left out")
+    parser.add_argument("--kernels", choices=("native", "int8"), default="native")
+    parser.add_argument("--rows", type=int, default=1, help="rows that decode together")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--context", type=int, default=256)
     args = parser.parse_args()
     for name in args.models or MODELS:
-        profile(name, args.steps, args.prompt, args.context)
+        profile(name, args.kernels, args.rows, args.steps, args.prompt, args.context)
 
 
 if __name__ == "__main__":

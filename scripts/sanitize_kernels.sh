@@ -17,4 +17,5 @@ export TSAN_OPTIONS="suppressions=$PWD/scripts/tsan_suppressions.txt:report_sign
 uv run python -c "import sys; sys.path.insert(0, 'tests'); from gnomon.kernels import build; from kernels.built import *
 build.ensure(resolve().kernel.kernel_cache, isas=all_isas(), flags=SANITIZERS['$GNOMON_TEST_SANITIZER'])"
 LD_PRELOAD="$preload" .venv/bin/python -m pytest -n 0 -q -p no:cacheprovider \
-  tests/kernels/test_quantized_matmul.py tests/kernels/test_matmul.py tests/kernels/test_rows.py tests/kernels/test_attention.py "$@"
+  tests/kernels/test_quantized_matmul.py tests/kernels/test_matmul.py tests/kernels/test_rows.py tests/kernels/test_attention.py \
+  tests/kernels/test_recurrent.py tests/kernels/test_layers.py tests/kernels/test_integer.py tests/kernels/test_in_place.py "$@"

@@ -77,11 +77,18 @@ class Solos:
         self.logits = [_solo(model, text) for text in self.texts]
         self.scale = max(float(np.abs(x).max()) for x in self.logits)
 
+    def gap_of_single_steps(self, model: nn.Module) -> float:
+        """Largest gap of a token that mlx-lm itself decides otherwise when it reads the same texts one token at a time."""
+        tally = Tally()
+        for text, logits in zip(self.texts, self.logits, strict=True):
+            tally.add(_solo(model, text, chunk=1), logits)
+        return tally.gap
 
-def _solo(model: nn.Module, text: Sequence[int]) -> np.ndarray:
+
+def _solo(model: nn.Module, text: Sequence[int], chunk: int = CHUNK) -> np.ndarray:
     caches, logits = make_prompt_cache(model), []
-    for start in range(0, len(text), CHUNK):
-        logits.append(model(mx.array([text[start : start + CHUNK]]), cache=caches)[0].astype(mx.float32))
+    for start in range(0, len(text), chunk):
+        logits.append(model(mx.array([text[start : start + chunk]]), cache=caches)[0].astype(mx.float32))
         mx.eval(logits, [cache.state for cache in caches])
     return np.concatenate([np.array(x) for x in logits])
 

@@ -28,6 +28,7 @@ from gnomon.engine.counters import Counters
 from gnomon.engine.engine import Engine
 from gnomon.engine.heart import Heart
 from gnomon.engine.mailbox import Cancel, Mailbox, Submit
+from gnomon.engine.paging import pages_for
 from gnomon.engine.resume import Store, claim
 from gnomon.engine.row import Job
 from gnomon.engine.settings import Host, Settings
@@ -157,8 +158,9 @@ class Rig:
             alone = SpeculationConfig(grammar_jump=False)
             speculation = Speculation(alone, vocab_size=loaded.vocab_size, extra=propose)
         coding = None if kv is None else coding_for(loaded, kv)
+        pages = None if kv is None else pages_for(loaded, kv, coding)
         self.core = Core(
-            Served(loaded, tiny_tokenizer(), budget or Budget(None, None, 0), coding, operations),
+            Served(loaded, tiny_tokenizer(), budget or Budget(None, None, 0), coding, operations, pages),
             Settings(config or EngineConfig(), cache=cache or CacheConfig()),
             Host(saves=saves),
             Shared(self.mailbox, self.counters, Heart(1000), lambda job: self.closed.append(job.request.id)),

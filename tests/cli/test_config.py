@@ -101,6 +101,7 @@ def test_variables(environ, group, name, value):
         (["--hlg-toe", "101"], {}, r"--hlg-toe: 101 is out of range: \[0, 100\] nats"),
         (["--thinking", "maybe"], {}, "--thinking: 'maybe' is not one of 1, 0, true, on, false, off"),
         (["--l1", "--kernels", "native"], {}, "--l1: excludes --kernels native"),
+        (["--l1", "--kernels", "int8"], {}, "--l1: excludes --kernels int8"),
         (["--threads", "0"], {}, "--threads: 0 is out of range"),
         (["--kernels", "fast"], {}, "--kernels: 'fast' is not one of auto, native, stock"),
         (["--api-key", ""], {}, "--api-key: the value is empty"),
@@ -250,3 +251,24 @@ def test_schemes_that_cant_be_are_refused_by_who_named_them():
         resolve(GNOMON_KV_QUANT="16")
     with pytest.raises(c.ConfigError, match="excludes --l1"):
         resolve("--l1", "--l2")
+
+
+def test_a_pool_of_models():
+    config = resolve("--model-pool", "2", "--pin", "a", "--pin", "b", "--idle-unload", "60", GNOMON_POOL_MODEL="c,d")
+    pool = config.pool
+    assert (pool.model_pool, pool.pins, pool.models, pool.idle_unload) == (2, ("a", "b"), ("c", "d"), 60.0)
+    assert (pool.pool_queue, pool.pool_wait) == (64, 600.0)
+    assert resolve().pool.model_pool is None
+    assert resolve("--pin", "a").notes == ("--pin has no effect without --model-pool",)
+    with pytest.raises(c.ConfigError, match="--pin: 2 models are more than --model-pool 1 holds"):
+        resolve("--model-pool", "1", "--pin", "a", "--pin", "b")
+    with pytest.raises(c.ConfigError, match="--draft-model: excludes --model-pool"):
+        resolve("--model-pool", "1", "--draft-model", "x")
+    with pytest.raises(c.ConfigError, match=r"--model-pool: 0 is out of range"):
+        resolve("--model-pool", "0")
+
+
+def test_checkpoints_of_models_are_kept_apart():
+    paths = c.Paths(Path("/c"))
+    assert paths.generations_of("org/m") == Path("/c/generations-of/org%2Fm")
+    assert paths.generations_of("org%2Fm") != paths.generations_of("org/m")

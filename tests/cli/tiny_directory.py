@@ -16,8 +16,8 @@ from chat_oracle import build, source
 CONTEXT = 100_000
 
 
-def make(path: Path, template: str | None = "chatml") -> Path:
-    """Write the model; the same one every time."""
+def make(path: Path, template: str | None = "chatml", seed: int = 7) -> Path:
+    """Write the model; the same one every time for a seed."""
     tokenizer = build(source(template) if template else None)
     config = {
         "model_type": "llama",
@@ -33,7 +33,7 @@ def make(path: Path, template: str | None = "chatml") -> Path:
         "tie_word_embeddings": False,
         "eos_token_id": tokenizer.convert_tokens_to_ids("<|im_end|>"),
     }
-    mx.random.seed(7)
+    mx.random.seed(seed)
     model = Model(ModelArgs.from_dict(config))
     mx.eval(model.parameters())
     path.mkdir(parents=True, exist_ok=True)

@@ -14,12 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from proposers import ERRORS, Oracle
+from speculating import rig_of
 
 from engine_fixtures import EOS_ID, VOCAB_SIZE, Rig, tiny_compiler, tiny_loaded, tiny_tokenizer
 from gnomon.chat import constraint
 from gnomon.chat.constraint import Constraint, json_schema
 from gnomon.chat.reasoning import HarmonyFormat, TagFormat, Thinking, split
-from gnomon.config import EngineConfig
+from gnomon.config import EngineConfig, SpeculationConfig
 from gnomon.engine.api import ChoiceFinished, Delta, Finished, Request, SamplingParams
 from gnomon.engine.constrained import RowConstraint
 from gnomon.grammar import GrammarFailed
@@ -336,3 +337,19 @@ def test_a_copy_of_a_detokenizer_goes_its_own_way() -> None:
     assert text == "ü€"
     assert other.pending
     assert "".join(map(other.push, rest)) == text
+
+
+@pytest.mark.parametrize("draft", ["llama", "qwen3_5"])
+def test_drafts_of_a_model_are_held_against_the_grammar(draft: str) -> None:
+    config = SpeculationConfig(draft_model="tiny", num_draft_tokens=3)
+    rig = rig_of(tiny_loaded(), config, EngineConfig(batch=3), draft=tiny_loaded(draft))
+    asked = [(form, sampling) for form in range(len(FORMS)) for sampling in range(len(SAMPLINGS))]
+    for i, (form, sampling) in enumerate(asked):
+        rig.submit(request(str(i), form, sampling, 23))
+    rig.finish()
+    for i, (form, sampling) in enumerate(asked):
+        got, own = answer_of(rig, str(i)), plain("llama", form, sampling, 23)
+        assert (got.ids, got.text, got.end) == (own.ids, own.text, own.end)
+    assert rig.counters.proposed_tokens
+    # A model that drafts for itself is right wherever the grammar leaves its own choice.
+    assert draft != "llama" or rig.counters.accepted_tokens

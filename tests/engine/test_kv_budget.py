@@ -97,7 +97,7 @@ def test_what_would_fit_later_waits_in_its_turn() -> None:
     for _ in range(10_000):
         rig.turn()
         running = [name for name, job in rig.core.jobs.items() if job.admitted and job.open]
-        assert rig.core.budget.projected_kv(rig.core.jobs[name] for name in running) <= PER_TOKEN * 250
+        assert rig.core.memory.budget.projected_kv(rig.core.jobs[name] for name in running) <= PER_TOKEN * 250
         for name in running:
             jobs.setdefault(name, len(jobs))
         most = max(most, len(running))

@@ -25,6 +25,7 @@ from gnomon.config import EngineConfig, KvScheme
 from gnomon.config.kv import parse_scheme
 from gnomon.engine.api import Finished, Request, SamplingParams
 from gnomon.engine.coding import UnsupportedScheme, coding_for, stats_of
+from gnomon.engine.paging import pages_for
 from gnomon.models.load import LoadedModel
 
 SCHEMES = {
@@ -36,6 +37,12 @@ SCHEMES = {
     "turbo": KvScheme("turbo"),
     "turbo k4v2 from 70": KvScheme("turbo", key_bits=4, value_bits=2, start=70),
 }
+PAGED = {
+    f"{name} in pages": replace(scheme, paged=True)
+    for name, scheme in {"plain": KvScheme(), **SCHEMES}.items()
+    if not scheme.start
+}
+"""Their reference is the same scheme in buffers of the rows' own."""
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "full": ("llama", {"num_hidden_layers": 2}),
     "sliding": ("gemma3", {"sliding_window_pattern": 2, "num_hidden_layers": 2}),
@@ -70,11 +77,11 @@ class Cell:
     """One codec over one kind of layer."""
 
     def __init__(self, scheme: str, kind: str, directory: Path) -> None:
-        self.scheme, self.loaded = SCHEMES[scheme], loaded_of(kind, directory)
+        self.scheme, self.loaded = {**SCHEMES, **PAGED}[scheme], loaded_of(kind, directory)
 
-    def rig(self, propose: Any = None, **config: Any) -> Rig:
+    def rig(self, propose: Any = None, kv: KvScheme | None = None, **config: Any) -> Rig:
         settings = EngineConfig(**{"prefill_chunk": CHUNK, "prompt_cache": 0, **config})
-        return Rig(self.loaded, settings, propose, kv=self.scheme)
+        return Rig(self.loaded, settings, propose, kv=kv or self.scheme)
 
     def ask(self, rig: Rig, name: str, prompt: tuple[int, ...] = PROMPT, **how: Any) -> list[int]:
         rig.submit(request(name, prompt, **how))
@@ -82,7 +89,7 @@ class Cell:
         return rig.ids(name)
 
     def alone(self, prompt: tuple[int, ...] = PROMPT, **how: Any) -> list[int]:
-        return self.ask(self.rig(), "alone", prompt, **how)
+        return self.ask(self.rig(kv=replace(self.scheme, paged=False)), "alone", prompt, **how)
 
 
 def request(name: str, prompt: tuple[int, ...] = PROMPT, **how: Any) -> Request:
@@ -99,7 +106,7 @@ def prefix_reuse(cell: Cell) -> None:
     assert isinstance(end, Finished)
     assert end.usage.cached_tokens == len(PROMPT) + STEPS - 1
     # The same without a cache: a row that just runs on, its window of new tokens the one that the reuse had.
-    state = with_cache.core.runner.new_state()
+    state = cell.rig(kv=replace(cell.scheme, paged=False)).core.runner.new_state()
     drained = (*PROMPT[:-1],)
     feeds = [drained[:CHUNK], drained[CHUNK:], PROMPT[-1:], *((token,) for token in first[:-1])]
     feeds += [more[len(PROMPT) + STEPS - 1 : -1]]
@@ -178,13 +185,17 @@ def seeds(cell: Cell) -> None:
 
 FEATURES = {f.__name__: f for f in (prefix_reuse, windows, grammar, cancellation, choices, batch, seeds)}
 CELLS = [(scheme, kind, feature) for scheme in SCHEMES for kind in KINDS for feature in FEATURES]
+PAGED_CELLS = [(scheme, "full", feature) for feature in FEATURES for scheme in PAGED]
+PAGED_DEFAULT = PAGED_CELLS[:: len(PAGED) + 1]
 
 
 @pytest.mark.parametrize(
     ("scheme", "kind", "feature"),
     [
-        pytest.param(*cell, marks=() if number % 17 == 0 else pytest.mark.slow, id="-".join(cell))
-        for number, cell in enumerate(CELLS)
+        pytest.param(
+            *cell, marks=() if number % 17 == 0 or cell in PAGED_DEFAULT else pytest.mark.slow, id="-".join(cell)
+        )
+        for number, cell in enumerate([*CELLS, *PAGED_CELLS])
     ],
 )
 def test_cell(scheme: str, kind: str, feature: str, directory: Path) -> None:
@@ -279,6 +290,26 @@ def test_the_engine_tells_scheme_and_tier(directory: Path) -> None:
             tiers[name] = engine.model.tier
             assert engine.stats()["kv_quant"]["mode"] == SCHEMES[name].name
     assert tiers == {"8": "L1", "8 tiled": "Lab", "config": "L2", "turbo": "Lab"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("sliding", "gemma3 models are not: a sliding window goes round in a buffer of its own"),
+        ("recurrent", "qwen3_5 models are not: a recurrent state is not made of tokens"),
+        ("shared", "gemma4 models are not: a sliding window"),
+    ],
+)
+def test_what_cant_be_paged_is_refused_with_the_reason(kind: str, why: str, directory: Path) -> None:
+    with pytest.raises(UnsupportedScheme, match=why):
+        pages_for(loaded_of(kind, directory), KvScheme(paged=True), None)
+    with (
+        pytest.raises(UnsupportedScheme, match=why),
+        tiny_engine(load=lambda: loaded_of(kind, directory), kv=PAGED["plain in pages"]),
+    ):
+        pass
+    with pytest.raises(ValueError, match="start is 70, but pages are coded from the first token on"):
+        replace(SCHEMES["8 from 70"], paged=True)
 
 
 @pytest.mark.parametrize("text", ["3", "turbo:k3v3", "turbo:k8v6", "turbo:", "", "kv8", "TURBO"])

@@ -28,6 +28,8 @@ KINDS = ("llama", "gemma3", "mamba2", "qwen3_5", "mamba")
 NGRAM = SpeculationConfig(draft_kind="ngram")
 DRAFT = SpeculationConfig(draft_model="tiny")
 BOTH = SpeculationConfig(draft_model="tiny", draft_kind="ngram")
+UNTRIMMED = ("gemma3", "qwen3_5")
+"""Models with layers that don't hold what they were: sliding windows, recurrent states."""
 
 
 @cache
@@ -270,10 +272,52 @@ def test_tokenizers_that_differ_are_refused_with_the_difference() -> None:
         check_tokenizers(own, Other())  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize(("model_type", "kind"), [("gemma3", "sliding"), ("mamba2", "recurrent")])
-def test_a_draft_whose_state_cannot_be_taken_back_is_refused(model_type: str, kind: str) -> None:
-    with pytest.raises(DraftMismatch, match=f"{model_type} has {kind} ones"):
-        check_draft(loaded(model_type))
+def test_a_draft_model_that_padding_disturbs_is_refused() -> None:
+    with pytest.raises(DraftMismatch, match="must take ragged batches, mamba models don't"):
+        check_draft(loaded("mamba"))
+
+
+@pytest.mark.parametrize("model_type", UNTRIMMED)
+def test_a_draft_with_windows_or_recurrent_layers_is_as_right_as_its_model(model_type: str) -> None:
+    rig = rig_of(loaded(model_type), replace(DRAFT, num_draft_tokens=4), draft=loaded(model_type))
+    rig.submit(Request("0", prompt_of(66), max_tokens=41, ignore_eos=True))
+    rig.finish()
+    end = rig.end("0")
+    assert isinstance(end, Finished)
+    said = end.usage.speculation
+    assert said is not None
+    assert rig.ids("0") == alone(model_type, Plan(66, 0, 41, None, 1.0, None))[0]
+    assert (said.accepted, said.target_calls) == (said.drafted, 9)
+
+
+@pytest.mark.parametrize("model_type", UNTRIMMED)
+def test_a_draft_with_windows_or_recurrent_layers_changes_no_token(model_type: str) -> None:
+    @settings(max_examples=3, deadline=None, derandomize=True, database=None)
+    @given(st.sampled_from([1, 2, 8]), st.booleans(), st.booleans(), st.lists(plans, min_size=2, max_size=5))
+    def run(rows: int, with_lookup: bool, own: bool, wanted: list[Plan]) -> None:
+        config = replace(BOTH if with_lookup else DRAFT, num_draft_tokens=3)
+        target = model_type if own else "llama"
+        play(rig_of(loaded(target), config, EngineConfig(batch=rows), draft=loaded(model_type)), target, wanted)
+
+    run()
+
+
+@pytest.mark.parametrize("model_type", UNTRIMMED)
+def test_states_of_such_a_draft_are_reused(model_type: str) -> None:
+    rig = rig_of(loaded("llama"), replace(DRAFT, num_draft_tokens=3), draft=loaded(model_type))
+    proposer = rig.core.speculation and rig.core.speculation.draft
+    fed: list[int] = []
+    prompt = prompt_of(700)
+    for name, text in (("0", prompt), ("1", (*prompt, 5, 6, 7))):
+        rig.submit(Request(name, text, max_tokens=8, ignore_eos=True))
+        while not rig.closed or rig.closed[-1] != name:
+            rig.turn()
+            known = list(getattr(proposer, "known", {}).values())
+            if known and len(fed) <= int(name):
+                fed.append(known[0].settled)
+    assert fed[1] >= 512
+    assert rig.core.reuse.stats()["failures"] == 0
+    rig.core.check_integrity()
 
 
 def test_a_draft_model_that_fails_costs_no_request(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,8 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +38,12 @@ class Stub:
     def __init__(self, what: Any) -> None:
         if what == "unloadable":
             raise ValueError("there is no such model")
+        if what == "never ready":
+            time.sleep(600)
         if what == "dies early":
             os._exit(3)
+        if isinstance(what, str) and what.startswith("model "):
+            self.model = replace(self.model, id=what.removeprefix("model "))
         self.marker = what
         self.cancelled: set[str] = set()
 
@@ -56,7 +62,7 @@ class Stub:
             time.sleep(0.3)  # for the reply
             os.kill(os.getpid(), signal.SIGSTOP)
             time.sleep(60)
-        sink(Delta(request.id, 0, "one", (1,)))
+        sink(Delta(request.id, 0, "one" if self.model.id == "stub" else f"{self.model.id} one", (1,)))
         if order == PART_THEN_DIE:
             time.sleep(0.3)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -73,6 +79,11 @@ class Stub:
         except FileExistsError:
             return False
         return True
+
+    def embed(self, prompts: Sequence[tuple[int, ...]]) -> Future[list[list[float]]]:
+        made: Future[list[list[float]]] = Future()
+        made.set_result([[float(len(self.model.id)), 0.0] for _ in prompts])
+        return made
 
     def compile(self, constraint: Any) -> Sequence[str]:
         raise EngineUnavailable("no grammars here")

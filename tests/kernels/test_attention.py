@@ -258,3 +258,25 @@ def test_keys_are_added_up_in_the_order_that_is_told(extension: ModuleType) -> N
                 continue  # what the mask shows may lie together
             asis = extension.attention(q, *ring, 0.2, kind, lying, None, 0, None)
             assert not np.array_equal(bits_of(asis), bits_of(whole))
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_keys_shared_among_threads_change_no_bit(extension: ModuleType, dtype: mx.Dtype) -> None:
+    """Few heads over many keys: threads share keys, then rows, then columns."""
+    keys = 1500
+    for heads, groups, length, d in ((9, 3, 1, 64), (4, 1, 3, 80), (3, 3, 2, 100)):
+        q = mx.random.normal((1, heads, length, d), key=mx.random.key(1)).astype(dtype)
+        k, v = (mx.random.normal((1, groups, keys, d), key=mx.random.key(s)).astype(dtype) for s in (2, 3))
+        sinks = mx.random.normal((heads,), key=mx.random.key(4))
+        hidden = mx.random.uniform(shape=(1, 1, length, keys), key=mx.random.key(5)) < 0.3
+        cases = (
+            (attention.CAUSAL, None, None, 0, None),
+            (attention.CAUSAL, None, mx.array([1400]), 1200, sinks),
+            (attention.BOOLEAN, hidden, None, 0, None),
+        )
+        for case in cases:
+            results = []
+            for threads in (1, 2, 4):
+                extension.set_threads(threads)
+                results.append(bits_of(extension.attention(q, k, v, d**-0.5, *case, None)))
+            assert all((r == results[0]).all() for r in results)

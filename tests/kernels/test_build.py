@@ -2,6 +2,7 @@ import dataclasses
 import json
 import logging
 import os
+import platform
 import stat
 import subprocess
 import sys
@@ -44,6 +45,39 @@ def fake_build(folder: Path) -> build.Build:
 def test_no_compiler(tmp_path: Path) -> None:
     with pytest.raises(build.BuildError, match="no C\\+\\+ compiler found"):
         build.ensure(tmp_path, compiler="no-such-compiler")
+
+
+def test_a_build_that_was_carried_here_serves_without_a_compiler(tmp_path: Path) -> None:
+    made = fake_build(tmp_path)
+    manifest = made.path.parent / "build.json"
+
+    def carry(**changes: object) -> build.Toolchain:
+        fields = {"flags": (), "machine": f"{platform.machine()} another processor", "compiler": "/gone/c++", **changes}
+        tools = dataclasses.replace(made.toolchain, **fields)
+        manifest.write_text(
+            json.dumps({**json.loads(manifest.read_text()), "key": tools.key, **dataclasses.asdict(tools)})
+        )
+        return tools
+
+    carried = carry()
+    said: list[str] = []
+    found = build.ensure(tmp_path / "cache", compiler="no-such-compiler", progress=said.append)
+    assert (found.path, found.toolchain) == (made.path, carried)
+    assert "no C++ compiler found" in said[0]
+    # With a compiler, the machine's own build.
+    assert build.ensure(tmp_path / "cache", compiler=made.toolchain.compiler, flags=("-DOWN",)).path != made.path
+    others = {
+        "mlx": "0.0.1",
+        "python": "cpython-30",
+        "sources": "other",
+        "isas": ("vliw",),
+        "machine": "vax 1",
+        "flags": ("-fsanitize=thread",),
+    }
+    for name, value in others.items():
+        carry(**{name: value})
+        with pytest.raises(build.BuildError, match="no C\\+\\+ compiler found"):
+            build.ensure(tmp_path / "cache", compiler="no-such-compiler")
 
 
 def test_a_build_is_for_the_best_instruction_set_unless_more_are_asked_for(tmp_path: Path) -> None:
@@ -173,7 +207,16 @@ def test_another_mlx_is_refused_before_importing(tmp_path: Path) -> None:
 
 def test_the_sources_are_in_the_package() -> None:
     names = {p.name for p in build.SOURCES.iterdir()}
-    assert {"bindings.cpp", "isa_avx2.cpp", "isa_avx512.cpp", "isa_neon.cpp", "isa_portable.cpp", "linear.inl"} <= names
+    assert {
+        "bindings.cpp",
+        "isa_avx2.cpp",
+        "isa_avx512.cpp",
+        "isa_avx512vnni.cpp",
+        "integer.inl",
+        "isa_neon.cpp",
+        "isa_portable.cpp",
+        "linear.inl",
+    } <= names
 
 
 def test_a_forked_child_has_its_own_pool(kernels: ModuleType) -> None:

@@ -16,7 +16,7 @@ def run(action: str) -> int:
 def test_verify_passes_here(kernels: ModuleType) -> None:
     checks = list(verify(kernels))
     assert {c.isa for c in checks} == set(kernels.isas())
-    assert {"quantized_matmul", "matmul", "rms_norm", "attention"} <= {c.operation for c in checks}
+    assert {"quantized_matmul", "int8", "matmul", "rms_norm", "attention"} <= {c.operation for c in checks}
     assert [c for c in checks if not c.passed] == []
 
 
@@ -29,7 +29,7 @@ def test_verify_sees_a_wrong_kernel_and_a_dependent_row(kernels: ModuleType) -> 
 
     wrong.quantized_matmul = product
     found = [c for c in verify(wrong) if not c.passed]  # pyright: ignore[reportArgumentType]
-    assert {c.operation for c in found} == {"quantized_matmul"}
+    assert {c.operation for c in found} == {"quantized_matmul", "int8"}
     assert any(c.error > 1 for c in found)
     assert not any(c.invariant for c in found)
 
@@ -39,6 +39,7 @@ def test_list_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     assert f"instruction set: {build.cpu_isas()[0]}\n" in said
     assert "quantized_matmul" in said
+    assert "--kernels int8" in said
     assert f"means {native.AUTO}" in said
 
 

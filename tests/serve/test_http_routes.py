@@ -74,6 +74,7 @@ def test_root_names_every_endpoint(client: TestClient) -> None:
         "GET /v1/responses/{response_id}/input_items",
         "POST /admin/cache/flush",
         "POST /admin/cache/session/close",
+        "POST /admin/drain",
         "POST /v1/chat/completions",
         "POST /v1/completions",
         "POST /v1/embeddings",

@@ -10,8 +10,9 @@ import urllib.request
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from fake_engine import KEY, FakeEngine, live_server
+from fake_engine import KEY, FakeEngine, live_server, serving
 from playwright.sync_api import Page, expect
+from test_http_pool import app_of, start
 
 from gnomon.config import HTTPConfig
 from gnomon.engine.api import Health
@@ -144,3 +145,26 @@ def test_the_files_and_their_headers() -> None:
             with pytest.raises(urllib.error.HTTPError) as refused:
                 urllib.request.urlopen(f"{live.url}/{path}")
             assert refused.value.code in (401, 404)
+
+
+def test_the_models_of_a_pool_and_the_numbers_of_one(page: Page) -> None:
+    pool = start()
+    http = HTTPConfig()
+    try:
+        with serving(app_of(pool, http), pool, http) as live:  # pyright: ignore[reportArgumentType]
+            page.goto(f"{live.url}/status")
+            table = page.locator("#models")
+            expect(table.locator("tr")).to_have_count(3)
+            expect(table.locator("tr").nth(0)).to_contain_text("resident")
+            expect(table.locator("tr").nth(1)).to_contain_text("cold")
+            expect(page.locator("#room")).to_contain_text("1 of 2 places taken")
+            page.get_by_label("Numbers below are of").select_option("org/two")
+            expect(page.locator("#model-name")).to_have_text("org/two")
+            page.get_by_label("Numbers below are of").select_option("one")
+            expect(page.locator("#model-name")).to_have_text("one")
+            assert Axe().run(page).violations_count == 0
+            page.goto(live.url)
+            page.get_by_role("button", name="Settings").click()
+            expect(page.locator("#s-model")).to_contain_text("org/two (cold)")
+    finally:
+        pool.stop()

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import psutil
@@ -31,6 +31,18 @@ POLL_SECONDS = 0.02
 MEMORY_SECONDS = 0.05
 REUSED_SHARE = 0.1
 """A prompt of which a cache supplied more than this share is no cold one."""
+
+
+class Rejected(ArmFailed):
+    """The server refused a request for now: status 429 or 503."""
+
+
+class Cut(Exception):
+    """The client went away in the midst of a stream, at `at` (`perf_counter`), as it was told to."""
+
+    def __init__(self, at: float) -> None:
+        super().__init__("the client ended the stream")
+        self.at = at
 
 
 @dataclass(slots=True)
@@ -59,6 +71,8 @@ class Streamed:
             chunk: dict[str, Any] = json.loads(data)
         except ValueError as error:
             raise ArmFailed(f"an event is no JSON: {data[:200]}") from error
+        if not isinstance(chunk, dict):  # pyright: ignore[reportUnnecessaryIsInstance]  (it is whatever the server wrote)
+            raise ArmFailed(f"an event is no JSON object: {data[:200]}")
         if "error" in chunk:
             raise ArmFailed(f"the stream ended with an error: {chunk['error']}")
         for choice in chunk.get("choices", []):
@@ -81,6 +95,9 @@ class Streamed:
         lacking = [name for name, absent in missing.items() if absent]
         if lacking:
             raise ArmFailed(f"the stream lacks {' and '.join(lacking)}")
+        counted = checked_usage(self.usage)["completion_tokens"]
+        if counted < len(self.outputs):
+            raise ArmFailed(f"usage counts {counted} tokens, and {len(self.outputs)} pieces of text came")
 
     @property
     def completion_tokens(self) -> int:
@@ -107,33 +124,68 @@ class Streamed:
         return max((b - a for a, b in pairwise(self.outputs)), default=0.0)
 
 
-def stream_completion(client: httpx.Client, prompt: str, tokens: int, begun: float | None = None) -> Streamed:
-    """Stream a greedy completion of a text prompt. Raises `ArmFailed` for any status but 200 or a broken stream."""
-    body = {
+def checked_usage(usage: object) -> dict[str, Any]:
+    """A response's `usage`. Raises `ArmFailed` if it lacks one of the two counts or one isn't a count."""
+    found = cast("dict[str, Any]", usage) if isinstance(usage, dict) else {}
+    for name in ("prompt_tokens", "completion_tokens"):
+        count = found.get(name)
+        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+            raise ArmFailed(f"usage.{name} is {count!r}, not a count")
+    return found
+
+
+def refusal(status: int, said: bytes) -> ArmFailed:
+    """The failure that a status other than 200 is, with what the server said."""
+    text = f"status {status}: {said.decode(errors='replace')[:300]}"
+    return Rejected(text) if status in (429, 503) else ArmFailed(text)
+
+
+def stream_completion(
+    client: httpx.Client,
+    prompt: str,
+    tokens: int,
+    begun: float | None = None,
+    *,
+    model: str | None = None,
+    cut_after: int | None = None,
+) -> Streamed:
+    """Stream a greedy completion of a text prompt.
+
+    With `cut_after` the client goes away once so many pieces of text have come, and `Cut` is raised. Raises `Rejected` for status 429 or
+    503, `ArmFailed` for any other but 200, for a broken stream, and for one that ended before it was to be cut.
+    """
+    body: dict[str, Any] = {
         "prompt": prompt,
         "max_tokens": tokens,
         "temperature": 0,
         "stream": True,
         "stream_options": {"include_usage": True},
     }
+    if model is not None:
+        body["model"] = model
     found = Streamed(time.perf_counter() if begun is None else begun)
     try:
         with client.stream("POST", "/v1/completions", json=body) as response:
             found.headers = time.perf_counter()
             if response.status_code != 200:
-                raise ArmFailed(f"status {response.status_code}: {response.read().decode(errors='replace')[:300]}")
+                raise refusal(response.status_code, response.read())
             rest = b""
             for data in response.iter_raw():
                 found.first_byte = found.first_byte or time.perf_counter()
                 *lines, rest = (rest + data).split(b"\n")
                 for line in lines:
                     if line.startswith(b"data:"):
-                        found.event(line[5:].strip().decode())
+                        found.event(line[5:].strip().decode(errors="replace"))
+                if cut_after is not None and len(found.outputs) >= cut_after and found.finish is None:
+                    response.close()
+                    raise Cut(time.perf_counter())
     except httpx.TimeoutException as error:
         raise ArmTimedOut(f"no data for too long: {type(error).__name__}") from error
     except httpx.HTTPError as error:
         raise ArmFailed(f"{type(error).__name__}: {error}") from error
     found.check()
+    if cut_after is not None:
+        raise ArmFailed(f"the stream ended after {found.completion_tokens} tokens, before it was cut off")
     return found
 
 
@@ -192,15 +244,16 @@ class ServerContender:
     def __init__(self, arm: Arm, command: Callable[[int], Sequence[str]], model_sha256: str | None = None) -> None:
         self.arm = arm
         self._command = command
-        self._sha = model_sha256
+        self.model_sha256 = model_sha256
         self._child: subprocess.Popen[bytes] | None = None
         self._client: httpx.Client | None = None
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  (it lives as long as the contender)
         self._spawned = 0.0
         self._ready = 0.0
+        self.served: str | None = None
 
     def start(self) -> None:
-        """Start the server and wait until it lists its models."""
+        """Start the server and wait until it lists its models and, where it has `/health`, is well."""
         if self._child is not None and self._child.poll() is None:
             return
         self.stop()
@@ -215,18 +268,46 @@ class ServerContender:
             stdout=self._log,
             stderr=subprocess.STDOUT,
         )
-        self._client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30, trust_env=False)
+        self._client = httpx.Client(
+            base_url=f"http://127.0.0.1:{port}",
+            timeout=30,
+            trust_env=False,
+            # A connection for each request: none waits for another's, and none meets one that the server has just closed as idle.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+        )
         deadline = self._spawned + START_TIMEOUT
         while True:
             if self._child.poll() is not None:
                 raise ArmFailed(f"the server ended with exit status {self._child.returncode}: {self._tail()}")
             with suppress(httpx.TransportError):
-                if self._client.get("/v1/models").status_code == 200:
+                answer = self._client.get("/v1/models")
+                # A server that lists its models while it loads them says so under /health, if it has that.
+                if answer.status_code == 200 and self._client.get("/health").status_code < 500:
+                    self.served = served_id(answer) if self.arm.kind == "command" else None
                     break
             if time.perf_counter() > deadline:
                 raise ArmTimedOut(f"the server wasn't ready within {START_TIMEOUT:.0f} s: {self._tail()}")
             time.sleep(POLL_SECONDS)
         self._ready = time.perf_counter()
+
+    @property
+    def client(self) -> httpx.Client:
+        """The client of the running server. Raises `ArmFailed` if it isn't running."""
+        if self._client is None:
+            raise ArmFailed("the server isn't running")
+        return self._client
+
+    @property
+    def pid(self) -> int:
+        """The server's process. Raises `ArmFailed` if it isn't running."""
+        if self._child is None:
+            raise ArmFailed("the server isn't running")
+        return self._child.pid
+
+    @property
+    def ready_seconds(self) -> float:
+        """Seconds from the start of the process until the server listed its models."""
+        return self._ready - self._spawned
 
     def measure(self, workload: Workload) -> Measurement:
         """Measure one cell through HTTP."""
@@ -241,14 +322,18 @@ class ServerContender:
         prompts = [workload.text(row) for row in range(cell.rows)]
         with MemoryWatch(child.pid) as memory, ThreadPoolExecutor(cell.rows) as pool:
             begun = time.perf_counter()
-            found = list(pool.map(lambda prompt: stream_completion(client, prompt, cell.output_tokens), prompts))
+            found = list(
+                pool.map(
+                    lambda prompt: stream_completion(client, prompt, cell.output_tokens, model=self.served), prompts
+                )
+            )
         metrics = self._metrics(workload, found, begun)
         metrics["peak_resident_bytes"] = float(memory.peak)
         metrics["resident_bytes"] = float(resident_bytes(child.pid))
         prompt_tokens, cached = sum(s.prompt_tokens for s in found), sum(s.cached_tokens for s in found)
         work = Work(
             task=cell.task,
-            model=self._sha,
+            model=self.model_sha256,
             prompt=sha256_text("\n".join(prompts)),
             prompt_tokens=prompt_tokens,
             output_tokens=sum(s.completion_tokens for s in found),
@@ -307,6 +392,15 @@ class ServerContender:
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").strip().splitlines()
         return lines[-1][:300] if lines else "no output"
+
+
+def served_id(answer: httpx.Response) -> str | None:
+    """The model id to ask for: the one that is listed, or None if there are several to choose from or the list isn't as OpenAI's."""
+    try:
+        listed: list[dict[str, Any]] = answer.json()["data"]
+        return str(listed[0]["id"]) if len(listed) == 1 else None
+    except (ValueError, LookupError, TypeError):
+        return None
 
 
 def gnomon_command(model: Path, *flags: str) -> Callable[[int], list[str]]:

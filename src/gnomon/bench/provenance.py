@@ -79,6 +79,15 @@ def model_content(directory: Path, cache: HashCache | None = None) -> tuple[str,
     return hashlib.sha256("\n".join(f"{h}  {n}" for n, h in hashes.items()).encode()).hexdigest(), hashes
 
 
+def source_sha256(directory: Path) -> str | None:
+    """Hash of the one file that a model directory was converted from, as the conversion noted it; None if it wasn't, or of several."""
+    try:
+        found = json.loads((directory / "gnomon.json").read_text()).get("sha256")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return found if isinstance(found, str) else None
+
+
 def _git(root: Path, *arguments: str) -> bytes | None:
     try:
         done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, timeout=30, check=False)

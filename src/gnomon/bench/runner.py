@@ -49,7 +49,9 @@ def wrong_work(workload: Workload, measured: Measurement) -> str | None:
     cell, work = workload.cell, measured.work
     if cell.task == "command":
         return None
-    ordered = {"output_tokens": cell.total_output, "concurrency": cell.rows, "depth": cell.depth}
+    ordered = {"concurrency": cell.rows, "depth": cell.depth}
+    if cell.total_output is not None:
+        ordered["output_tokens"] = cell.total_output
     if cell.prompt_tokens:
         ordered["prompt_tokens"] = cell.prompt_tokens * cell.rows
     for name, wanted in ordered.items():

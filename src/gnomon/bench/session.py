@@ -91,11 +91,13 @@ def pairings(cells: Sequence[Cell], baseline: str, candidate: str, samples: Sequ
     """The primary comparison of every cell, then one for each further metric that both arms reported."""
     found: list[Pairing] = []
     for cell in cells:
-        mine = [s for s in samples if s.cell == str(cell) and s.status == "ok" and s.block >= 0]
+        pair = (baseline, candidate)
+        mine = [s for s in samples if s.cell == str(cell) and s.arm in pair and s.status == "ok" and s.block >= 0]
         reported = [set(s.metrics) for s in mine]
         common = set.intersection(*reported) if reported else set[str]()
         # A command may report rates or sizes of its own; what it declares first is then what decides.
-        primary = cell.primary if cell.primary in common or not mine else next(iter(mine[0].metrics))
+        own = cell.task == "command" and mine and cell.primary not in common
+        primary = next(iter(mine[0].metrics)) if own else cell.primary
         found.append(Pairing(str(cell), baseline, candidate, primary, primary=True))
         # A size or time of zero has no ratio; the samples keep it.
         positive = {m for m in common - {primary} if all(s.metrics[m] > 0 for s in mine)}

@@ -271,7 +271,10 @@ class GnomonSide:
             EngineConfig(prompt_cache=0),
             **{name: value for name, value in settings.items() if name not in of_kernels | of_kv},
         )
-        kernels = KernelConfig(**{name: value for name, value in settings.items() if name in of_kernels})
+        chosen: dict[str, Any] = {name: value for name, value in settings.items() if name in of_kernels}
+        if "kernel_cache" in chosen:
+            chosen["kernel_cache"] = Path(chosen["kernel_cache"])
+        kernels = KernelConfig(**chosen)
         said: dict[str, Any] = {name: value for name, value in settings.items() if name in of_kv}
         if "kv_quant" in said:
             said["kv_quant"] = str(said["kv_quant"])  # 4 and 8 are read as numbers
@@ -292,7 +295,9 @@ class GnomonSide:
             **asdict(kernels),
             **asdict(kv),
             "kernel_cache": str(kernels.kernel_cache),
-            "kernels": "native" if self._engine.model.tier == "Lab" else "stock",
+            "kernels": ("int8" if kernels.kernels == "int8" else "native")
+            if self._engine.model.tier == "Lab"
+            else "stock",
         }
 
     def measure(self, workload: Workload) -> Measurement:

@@ -91,30 +91,41 @@ def start(config: Config, found: Found, *, serving: bool = False) -> Loaded[Engi
             model_id=found.id,
             measurements=config.paths.cache,
         )
-        engine = load_engine(found.path, settings, Host(tracer=tracer, saves=_saves(config) if serving else None))
+        engine = load_engine(
+            found.path, settings, Host(tracer=tracer, saves=_saves(config, found.id) if serving else None)
+        )
     except (ValueError, OSError, RuntimeError, ImportError) as e:
         raise CommandError(f"{found.id} can't be loaded: {e}") from e
     return Loaded(engine, tokenizer, template, config, tracer)
 
 
-def _saves(config: Config) -> Store | None:
+def _saves(config: Config, model: str) -> Store | None:
     from gnomon.engine.resume import Store
 
     every = config.checkpoint.generation_checkpoint
     if every is None:
         return None
+    paths = config.paths
+    directory = paths.generations if config.pool.model_pool is None else paths.generations_of(model)
     try:
-        return Store(config.paths.generations, every)
+        return Store(directory, every)
     except OSError as e:
-        raise CommandError(
-            f"{config.origin('checkpoint', 'generation_checkpoint')}: {config.paths.generations}: {e}"
-        ) from e
+        raise CommandError(f"{config.origin('checkpoint', 'generation_checkpoint')}: {directory}: {e}") from e
 
 
 def draft_of(config: Config) -> Path | None:
     """The directory of the draft model that the flags ask for. Raises CommandError when there is none such."""
     wanted = config.speculation.draft_model
     return None if wanted is None else find(replace(config, model=ModelConfig(model=wanted))).path
+
+
+def warn_of_fill(config: Config, template: ChatTemplate, model: str) -> None:
+    """Says so when tool calls of a model can't be filled in although the flags ask for it."""
+    from gnomon.chat.spans import can_settle
+
+    fill = config.speculation.fill
+    if config.speculation.strict and not can_settle(template):
+        log.warning("--fill %s asserts nothing with %s: it doesn't write tool calls between tags", fill, model)
 
 
 def tracer_of(config: Config) -> Tracer:

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gnomon.cli import _bench_serve
 from gnomon.cli._verbs import CommandError
 from gnomon.config import Config
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from gnomon.bench.workload import Cell, Contender
 
 NAME = "bench"
-HELP = "measure: native (against mlx-lm), ab (two arms in paired blocks), model (inventory and roofline), list and report (results)"
+HELP = "measure: serve (servers over HTTP), native (against mlx-lm), ab (two arms), model (inventory), list and report (results)"
 
 ARMS = """an arm is one of
   set:KEY=VALUE,...   Gnomon's engine with these settings (fields of the engine's configuration and of kernels; `set:` alone: as it is)
@@ -52,10 +53,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--result", type=Path, help="a result of native or ab on this model: tell the share of the limit reached"
     )
     model.add_argument("--remeasure", action="store_true", help="measure the machine anew")
+    served = under.add_parser(
+        "serve",
+        help="servers over HTTP, leg by leg",
+        epilog=_bench_serve.ARMS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _bench_serve.add_arguments(served)
     listing = under.add_parser("list", help="rebuild the index from the results and list them")
     report = under.add_parser("report", help="write all results into one HTML file that needs nothing else")
     report.add_argument("--html", type=Path, help="the file to write (default: report.html beside the results)")
-    for one in (native, ab, model, listing, report):
+    for one in (native, ab, model, served, listing, report):
         one.add_argument("--out", type=Path, help="directory of the results")
 
 
@@ -74,6 +82,7 @@ def run(args: argparse.Namespace) -> int:
         "native": _native,
         "ab": _ab,
         "model": _model,
+        "serve": lambda args, config: _bench_serve.run(args, config, _results(args, config)),
         "list": _list,
         "report": _report,
     }

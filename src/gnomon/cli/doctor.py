@@ -101,14 +101,17 @@ def _kernels(config: Config) -> Iterator[Finding]:
         return
     try:
         tools = build.toolchain()
+        here = build.Build(config.kernel.kernel_cache / tools.key / f"{build.MODULE}.so", tools, 0.0)
+        yield Finding("compiler", "ok", f"{tools.compiler} ({tools.compiler_version})")
     except build.BuildError as error:
-        remedy = "install a C++ compiler and Python's headers (Debian: apt install g++ python3-dev); --kernels stock is silent"
-        yield Finding("kernels", "note", f"stock operations, many times slower: {error}", remedy)
-        return
-    yield Finding("compiler", "ok", f"{tools.compiler} ({tools.compiler_version})")
-    home = config.kernel.kernel_cache / tools.key
-    path = home / f"{build.MODULE}.so"
-    if not path.is_file():
+        here = build.carried(config.kernel.kernel_cache)
+        if here is None:
+            remedy = "install a C++ compiler and Python's headers (Debian: apt install g++ python3-dev); --kernels stock is silent"
+            yield Finding("kernels", "note", f"stock operations, many times slower: {error}", remedy)
+            return
+        tools = here.toolchain
+        yield Finding("compiler", "ok", f"none needed: {here.path.parent} was built elsewhere ({error})")
+    if not here.path.is_file():
         yield Finding(
             "kernels",
             "note",
@@ -117,14 +120,15 @@ def _kernels(config: Config) -> Iterator[Finding]:
         )
         return
     try:
-        extension = build.load(build.Build(path, tools, 0.0))
+        extension = build.load(here)
     except build.BuildError as error:
         yield Finding("kernels", "broken", str(error), "gnomon kernels build --rebuild")
         return
     yield Finding(
         "kernels",
         "ok",
-        f"native for {extension.isa()}, {config.kernel.threads or native.default_threads()} threads: {names}",
+        f"{'int8' if wanted == 'int8' else 'native'} for {extension.isa()}, "
+        f"{config.kernel.threads or native.default_threads()} threads: {names}",
     )
 
 

@@ -1,73 +1,49 @@
-"""`gnomon eval`: how well a model predicts a text."""
+"""`gnomon eval`: how well a model predicts a text, how far it is from a reference, and how many questions it answers."""
 
 from __future__ import annotations
 
 import argparse
-import json
-import sys
-import time
 from pathlib import Path
 
+from gnomon.cli import _eval_task, _eval_text
 from gnomon.cli._verbs import CommandError
-from gnomon.config import Config, EngineConfig, KernelConfig, ModelConfig
+from gnomon.config import ClientConfig, EngineConfig, KernelConfig, KvConfig, ModelConfig
 
 NAME = "eval"
-HELP = "measure quality: perplexity of a text"
-GROUPS = (ModelConfig, EngineConfig, KernelConfig)
+HELP = "measure quality: perplexity of a text, divergence from a reference, questions with known answers"
+GROUPS = (ModelConfig, EngineConfig, KernelConfig, KvConfig, ClientConfig)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--perplexity",
-        type=Path,
-        required=True,
-        metavar="FILE",
-        help="perplexity of a text in UTF-8, in windows that don't overlap",
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument(
+        "--perplexity", type=Path, metavar="FILE", help="perplexity of a text in UTF-8, in windows that don't overlap"
     )
-    parser.add_argument("--window", type=int, default=512, metavar="N", help="tokens of a window (default: 512)")
+    what.add_argument(
+        "--kl",
+        type=Path,
+        metavar="FILE",
+        help="divergence from a reference's distributions over a text, position by position",
+    )
+    what.add_argument(
+        "--task",
+        metavar="TASK",
+        help="ask a task over HTTP, of --server or of the model: a name, or a file of JSON lines",
+    )
+    what.add_argument(
+        "--compare", nargs=2, metavar=("A", "B"), help="two results of one task, item by item: McNemar's test"
+    )
     parser.add_argument("--out", type=Path, metavar="DIRECTORY", help="where results lie (default: as for bench)")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    _eval_text.add_arguments(parser)
+    _eval_task.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    from gnomon.bench.perplexity import measure, record, windows
-    from gnomon.bench.store import Store
-    from gnomon.cli._library import find
-    from gnomon.cli._model import start, working
-    from gnomon.engine.api import EngineError
-
-    config: Config = args.config
-    try:
-        text = args.perplexity.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CommandError(f"{args.perplexity} can't be read: {error}") from error
-    found = find(config)
-    with working(f"loading {found.id}"):
-        loaded = start(config, found)
-    with loaded.engine as engine:
-        try:
-            parts = windows(loaded.tokenizer.encode(text), args.window)
-            begun = time.perf_counter()
-            made = measure(engine, parts, lambda done: _tell(done, len(parts)))
-        except (EngineError, ValueError) as error:
-            raise CommandError(str(error)) from error
-        seconds = time.perf_counter() - begun
-        hashes = config.paths.cache / "hashes.json"
-        result = record(engine, args.perplexity, parts, made, seconds, argv=sys.argv, hash_cache=hashes)
-    path = Store(args.out or config.paths.cache / "bench").save(result)
-    if args.json:
-        told = {
-            "perplexity": made.value,
-            "standard_error": made.standard_error,
-            "tokens": made.tokens,
-            "file": str(path),
-        }
-        print(json.dumps(told))
-    else:
-        print(f"perplexity {made.value:.4f} ± {made.standard_error:.4f} over {made.tokens} tokens\n{path}")
-    return 0
-
-
-def _tell(done: int, total: int) -> None:
-    if sys.stderr.isatty():
-        print(f"\r{done} of {total} windows", end="\n" if done == total else "", file=sys.stderr, flush=True)
+    if args.task is not None:
+        return _eval_task.task(args)
+    if args.compare is not None:
+        return _eval_task.compare(args)
+    if args.config.client.server is not None:
+        raise CommandError("--server is for --task: the other measurements need the model's own distributions", 2)
+    return _eval_text.perplexity(args) if args.perplexity is not None else _eval_text.divergence(args)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import logging
+from socket import socket
 
 from gnomon.cli._verbs import CommandError
 from gnomon.config import SERVE, Config
@@ -12,67 +12,80 @@ NAME = "serve"
 HELP = "serve a model over HTTP, as OpenAI's API; what gnomon does when no verb is named"
 GROUPS = SERVE
 
-log = logging.getLogger(__name__)
-
 
 def run(args: argparse.Namespace) -> int:
-    from rich.console import Console
-
-    from gnomon.chat.spans import can_settle
-    from gnomon.cli import _browser
-    from gnomon.cli._library import find
-    from gnomon.cli._model import Loaded, start, working
-    from gnomon.cli._prompt_log import PromptLog
-    from gnomon.engine.api import Engine
-    from gnomon.serve.app import create_app
-    from gnomon.serve.server import StartupError, address_of, bind, serve
-    from gnomon.serve.services import VERSION
+    from gnomon.serve.server import StartupError, bind
 
     config: Config = args.config
-    console = Console(highlight=False)
     try:
         bound = bind(config.http)
     except StartupError as e:
         raise CommandError(str(e)) from e
     with bound:
-        loaded: Loaded[Engine]
+        return _serve_one(config, bound) if config.pool.model_pool is None else _serve_pool(config, bound)
+
+
+def _serve_one(config: Config, bound: socket) -> int:
+    from gnomon.cli._library import find
+    from gnomon.cli._model import Loaded, start, warn_of_fill, working
+    from gnomon.cli._prompt_log import PromptLog
+    from gnomon.engine.api import Engine
+    from gnomon.serve.app import create_app
+    from gnomon.serve.server import serve
+
+    loaded: Loaded[Engine]
+    if config.isolation.isolate:
+        from gnomon.cli._isolated import start_isolated
+
+        with working("loading a model in its own process"):
+            loaded = start_isolated(config)
+    else:
+        found = find(config)
+        with working(f"loading {found.id}"):
+            loaded = start(config, found, serving=True)
+    warn_of_fill(config, loaded.template, loaded.engine.model.id)
+    engine = PromptLog(loaded.engine, loaded.tokenizer) if config.log.log_prompts else loaded.engine
+    app = create_app(
+        engine, loaded.tokenizer, loaded.template, config.http, loaded.config.sampling, tracer=loaded.tracer
+    )
+    try:
+        return serve(app, engine, bound, config.http, lambda: _ready(config, bound, loaded.engine.model.id))
+    finally:
         if config.isolation.isolate:
-            from gnomon.cli._isolated import start_isolated
+            # The server waits only a little: this gives the child its time to write, and kills it if it doesn't end.
+            engine.stop()
 
-            with working("loading a model in its own process"):
-                loaded = start_isolated(config)
-        else:
-            found = find(config)
-            with working(f"loading {found.id}"):
-                loaded = start(config, found, serving=True)
 
-        if config.speculation.strict and not can_settle(loaded.template):
-            log.warning(
-                "--fill %s asserts nothing with %s: it doesn't write tool calls between tags",
-                config.speculation.fill,
-                loaded.engine.model.id,
-            )
+def _serve_pool(config: Config, bound: socket) -> int:
+    from gnomon.cli._model import tracer_of, working
+    from gnomon.cli._pooled import start_pool
+    from gnomon.serve.app import create_app
+    from gnomon.serve.server import serve
 
-        def ready() -> None:
-            address = address_of(bound)
-            console.print(
-                f"Gnomon {VERSION} serves {loaded.engine.model.id} at {address}", markup=False, soft_wrap=True
-            )
-            if console.is_interactive and not config.http.no_open and not config.http.unix:
-                _browser.show(address)
+    tracer = tracer_of(config)
+    with working("looking for models, and loading the first in its own process"):
+        pool, voice = start_pool(config)
+    served = pool.model.id
+    more = len(pool.entries()) - 1
+    app = create_app(
+        voice.engine, voice.vocabulary, voice.template, config.http, voice.sampling, tracer=tracer, pool=pool
+    )
+    try:
+        about = f"{served} and {more} more, {pool.plan.places} at a time," if more else served
+        return serve(app, pool, bound, config.http, lambda: _ready(config, bound, about))
+    finally:
+        pool.stop()
 
-        engine = PromptLog(loaded.engine, loaded.tokenizer) if config.log.log_prompts else loaded.engine
-        app = create_app(
-            engine,
-            loaded.tokenizer,
-            loaded.template,
-            config.http,
-            loaded.config.sampling,
-            tracer=loaded.tracer,
-        )
-        try:
-            return serve(app, engine, bound, config.http, ready)
-        finally:
-            if config.isolation.isolate:
-                # The server waits only a little: this gives the child its time to write, and kills it if it doesn't end.
-                engine.stop()
+
+def _ready(config: Config, bound: socket, served: str) -> None:
+    from rich.console import Console
+
+    from gnomon.cli import _browser
+    from gnomon.serve.server import address_of
+    from gnomon.serve.services import VERSION
+
+    console = Console(highlight=False)
+    address = address_of(bound)
+    console.print(f"Gnomon {VERSION} serves {served} at {address}", markup=False, soft_wrap=True)
+    if console.is_interactive and not config.http.no_open and not config.http.unix:
+        _browser.show(address)

@@ -13,6 +13,7 @@ from gnomon.config.kernel import KernelConfig
 from gnomon.config.kv import KvConfig, KvScheme
 from gnomon.config.log import LogConfig, TraceConfig
 from gnomon.config.model import ClientConfig, ModelConfig, Paths
+from gnomon.config.pool import PoolConfig
 from gnomon.config.resolve import (
     COMMON,
     GROUPS,
@@ -54,6 +55,7 @@ __all__ = [
     "ModelConfig",
     "Origin",
     "Paths",
+    "PoolConfig",
     "SamplingDefaults",
     "SpeculationConfig",
     "TraceConfig",

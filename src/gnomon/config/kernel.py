@@ -16,8 +16,10 @@ from gnomon.options import option
 class KernelConfig:
     """Which implementation of an operation runs."""
 
-    kernels: Literal["auto", "native", "stock"] = option(
-        "auto", "auto: native on a Linux CPU, else stock; native: our own kernels; stock: MLX's own operations"
+    kernels: Literal["auto", "native", "int8", "stock"] = option(
+        "auto",
+        "auto: native on a Linux CPU, else stock; native: our own kernels; int8: those, with activations rounded to "
+        "8 bits before 4- and 8-bit weights; stock: MLX's own operations",
     )
     threads: int | None = option(None, "threads of the native CPU kernels; all fast cores, up to 16", low=1, high=1024)
     kernel_cache: Path = option(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from gnomon.options import option
@@ -19,7 +19,8 @@ class KvScheme:
 
     `affine`: codes of `bits` with a scale and a bias per `group` elements, in layers of full attention. `config`: the same per layer, as
     the model's kv_config.json says. `turbo`: keys in `key_bits`, values in `value_bits`. Rows are coded from `start` tokens on, but never
-    before their first window is over. `fused`: windows of several tokens attend in tiles (affine only).
+    before their first window is over. `fused`: windows of several tokens attend in tiles (affine only). `paged`: tokens are held in pages,
+    which requests share.
     """
 
     mode: Literal["off", "affine", "config", "turbo"] = "off"
@@ -29,6 +30,7 @@ class KvScheme:
     value_bits: int = 3
     start: int = 0
     fused: bool = False
+    paged: bool = False
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, its value and what is taken."""
@@ -42,6 +44,8 @@ class KvScheme:
             raise ValueError(f"values in {self.value_bits} bits: turbo takes {_listed(VALUE_BITS)}")
         if self.start < 0:
             raise ValueError(f"start is {self.start}, but must not be negative")
+        if self.paged and self.start:
+            raise ValueError(f"start is {self.start}, but pages are coded from the first token on: it must be 0")
 
     @property
     def name(self) -> str:
@@ -79,12 +83,16 @@ class KvConfig:
     fused_sdpa: bool | None = option(
         None, "attention over 4 and 8 bits goes through prompts in tiles; on for config, off otherwise"
     )
+    paged_kv: bool = option(
+        False, "keys and values in pages of 256 tokens that requests share; models of full attention only"
+    )
     l2: bool = option(False, "equal to mlx-optiq's mixed precision: --kv-quant config --fused-sdpa on")
 
     @property
     def scheme(self) -> KvScheme:
         """Raises ValueError for a `kv_quant` that names none."""
-        return parse_scheme(self.kv_quant or ("config" if self.l2 else "off"), self.fused_sdpa)
+        scheme = parse_scheme(self.kv_quant or ("config" if self.l2 else "off"), self.fused_sdpa)
+        return replace(scheme, paged=self.paged_kv)
 
 
 def _listed(numbers: tuple[int, ...]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote
 
 import platformdirs
 
@@ -39,6 +40,10 @@ class Paths:
     def generations(self) -> Path:
         """Of checkpoints of running answers."""
         return self.cache / "generations"
+
+    def generations_of(self, model: str) -> Path:
+        """Of those of one model of several, whose processes would take over each other's."""
+        return self.cache / "generations-of" / quote(model, safe="")
 
 
 @dataclass(frozen=True, slots=True)

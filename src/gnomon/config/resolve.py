@@ -20,6 +20,7 @@ from gnomon.config.kernel import KernelConfig
 from gnomon.config.kv import KvConfig
 from gnomon.config.log import LogConfig, TraceConfig
 from gnomon.config.model import ClientConfig, ModelConfig, Paths
+from gnomon.config.pool import PoolConfig
 from gnomon.config.sampling import SamplingDefaults
 from gnomon.config.speculation import SpeculationConfig
 from gnomon.options import ConfigError, Given, Setting, Take, TakeFlag, kind_of
@@ -48,6 +49,7 @@ class Config:
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
     http: HTTPConfig = field(default_factory=HTTPConfig)
     isolation: IsolationConfig = field(default_factory=IsolationConfig)
+    pool: PoolConfig = field(default_factory=PoolConfig)
     client: ClientConfig = field(default_factory=ClientConfig)
     paths: Paths = field(default_factory=Paths)
     log: LogConfig = field(default_factory=LogConfig)
@@ -70,6 +72,7 @@ Group = type[
     | SamplingDefaults
     | HTTPConfig
     | IsolationConfig
+    | PoolConfig
     | ClientConfig
     | Paths
     | LogConfig
@@ -86,6 +89,7 @@ GROUPS: Mapping[str, Group] = {
     "sampling": SamplingDefaults,
     "http": HTTPConfig,
     "isolation": IsolationConfig,
+    "pool": PoolConfig,
     "client": ClientConfig,
     "paths": Paths,
     "log": LogConfig,
@@ -105,6 +109,7 @@ SERVE = (
     SpeculationConfig,
     HTTPConfig,
     IsolationConfig,
+    PoolConfig,
     KernelConfig,
     KvConfig,
     TraceConfig,
@@ -172,9 +177,10 @@ def resolve(args: argparse.Namespace | None = None, environ: Mapping[str, str] |
         values["model"]["query"], origins["model.query"] = given["model.positional"], Origin("flag", "argument")
     built = {name: group(**values[name]) for name, group in GROUPS.items()}
     kernel = cast("KernelConfig", built["kernel"])
-    if kernel.l1 and kernel.kernels == "native":
+    if kernel.l1 and kernel.kernels in ("native", "int8"):
         raise ConfigError(
-            str(origins["kernel.l1"]), "excludes --kernels native: only stock operations equal mlx-lm to the bit"
+            str(origins["kernel.l1"]),
+            f"excludes --kernels {kernel.kernels}: only stock operations equal mlx-lm to the bit",
         )
     kv = cast("KvConfig", built["kv"])
     if kernel.l1 and kv.l2:
@@ -186,6 +192,7 @@ def resolve(args: argparse.Namespace | None = None, environ: Mapping[str, str] |
     notes = (
         *_speculation_notes(cast("SpeculationConfig", built["speculation"]), origins),
         *_http_notes(cast("HTTPConfig", built["http"]), origins),
+        *_pool_notes(cast("PoolConfig", built["pool"]), origins),
         *_unknown_variables(environ),
     )
     speculation = cast("SpeculationConfig", built["speculation"])
@@ -193,6 +200,15 @@ def resolve(args: argparse.Namespace | None = None, environ: Mapping[str, str] |
         raise ConfigError(
             str(origins["speculation.fill"]),
             f"{speculation.fill} asserts tokens, which excludes --draft-model: take echo",
+        )
+    pool = cast("PoolConfig", built["pool"])
+    if pool.model_pool is not None and speculation.draft_model is not None:
+        raise ConfigError(
+            str(origins["speculation.draft_model"]), "excludes --model-pool: a draft model fits one model's vocabulary"
+        )
+    if pool.model_pool is not None and len(pool.pins) > pool.model_pool:
+        raise ConfigError(
+            str(origins["pool.pins"]), f"{len(pool.pins)} models are more than --model-pool {pool.model_pool} holds"
         )
     return Config(**cast("dict[str, Any]", built), origins=origins, notes=notes)
 
@@ -214,6 +230,12 @@ def _speculation_notes(wanted: SpeculationConfig, origins: Mapping[str, Origin])
 def _http_notes(http: HTTPConfig, origins: Mapping[str, Origin]) -> Iterator[str]:
     if http.key_concurrency is not None and not http.api_keys and http.api_key_file is None:
         yield f"{origins['http.key_concurrency']} has no effect without --api-key or --api-key-file"
+
+
+def _pool_notes(pool: PoolConfig, origins: Mapping[str, Origin]) -> Iterator[str]:
+    if pool.model_pool is None:
+        given = [origin for key, origin in origins.items() if key.startswith("pool.")]
+        yield from (f"{origin} has no effect without --model-pool" for origin in given)
 
 
 def _from_flag(s: Setting, given: Mapping[str, Any]) -> tuple[Any, Origin] | None:

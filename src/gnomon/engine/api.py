@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from gnomon.chat.constraint import Constraint
 from gnomon.chat.reasoning import Thinking
-from gnomon.chat.spans import ToolSpans
+
+if TYPE_CHECKING:
+    # It brings a template engine with it.
+    from gnomon.chat.spans import ToolSpans
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 HLGPivot = Literal["top", "entropy", "median"]
@@ -260,6 +263,14 @@ class EngineUnavailable(EngineError):
     """The engine is draining, or its device failed."""
 
 
+class ModelUnavailable(EngineUnavailable):
+    """One of several models can't be had now; others may."""
+
+
+class UnknownModel(EngineError):
+    """There is no model of this id here."""
+
+
 class InvalidRequest(EngineError):
     """A field the engine can't honour. `param` names it."""
 
@@ -324,11 +335,37 @@ class FlushReport:
     """Tokens of the longest state on disk."""
 
 
-class Engine(Protocol):
-    """Thread-safe front of the engine thread."""
+class Supervised(Protocol):
+    """What is watched over and ended: one engine, or several behind one server."""
 
     @property
     def model(self) -> ModelInfo: ...
+
+    def health(self) -> Health: ...
+
+    def stats(self) -> Mapping[str, Any]:
+        """Counters and gauges by section, as plain JSON values."""
+        ...
+
+    def flush(self, timeout: float) -> FlushReport:
+        """Write every state that only memory holds, waiting up to `timeout` seconds."""
+        ...
+
+    def close_session(self, session: str) -> bool:
+        """Hold on to a session's states no longer; False if there is no such session."""
+        ...
+
+    def drain(self, timeout: float) -> bool:
+        """Refuse new requests and wait up to `timeout` seconds for the open ones; True if all ended by themselves."""
+        ...
+
+    def stop(self) -> None:
+        """End the engine thread. Open requests get `Failed`."""
+        ...
+
+
+class Engine(Supervised, Protocol):
+    """Thread-safe front of the engine thread."""
 
     def submit(self, request: Request, sink: Sink) -> None:
         """Queue a request; its events reach `sink`, ending with `Finished` or `Failed`. Raises an `EngineError`."""
@@ -351,26 +388,4 @@ class Engine(Protocol):
 
         `answered` tells that the client has all it wants: nothing is kept to go on with.
         """
-        ...
-
-    def health(self) -> Health: ...
-
-    def stats(self) -> Mapping[str, Any]:
-        """Counters and gauges by section, as plain JSON values."""
-        ...
-
-    def flush(self, timeout: float) -> FlushReport:
-        """Write every state that only memory holds, waiting up to `timeout` seconds."""
-        ...
-
-    def close_session(self, session: str) -> bool:
-        """Hold on to a session's states no longer; False if there is no such session."""
-        ...
-
-    def drain(self, timeout: float) -> bool:
-        """Refuse new requests and wait up to `timeout` seconds for the open ones; True if all ended by themselves."""
-        ...
-
-    def stop(self) -> None:
-        """End the engine thread. Open requests get `Failed`."""
         ...

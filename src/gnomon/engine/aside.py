@@ -93,6 +93,8 @@ class Aside:
         except Exception as error:  # noqa: BLE001  (whatever it is, it is this job's, or the device is gone)
             self.waiting.popleft()
             _settle(job, EngineError(f"{job.what} failed: {error}"))
+            job.state = None
+            self.runner.mend()
             self.runner.probe()
             return
         if len(job.results) == len(job.prompts):

@@ -76,20 +76,25 @@ class Budget:
         """Bytes of the states of these requests, each grown to its limit."""
         return sum(self.kv(len(job.prompt) + job.limit, job.num_unfinished) or 0 for job in jobs)
 
-    def has_kv(self, jobs: Iterable[Job]) -> bool:
-        """Whether the states of these requests fit together, each grown to its limit."""
-        return self.kv_limit is None or self.projected_kv(jobs) <= self.kv_limit
+    def has_kv(self, jobs: Iterable[Job], shared: int = 0) -> bool:
+        """Whether the states of these requests fit together, each grown to its limit. `shared` bytes of them are one another's."""
+        return self.kv_limit is None or self.projected_kv(jobs) - shared <= self.kv_limit
 
     def has_room(self, jobs: Iterable[Job]) -> bool:
         """Whether these requests fit together, each grown to its limit."""
         left = self.left(jobs)
         return left is None or left >= 0
 
-    def left(self, jobs: Iterable[Job]) -> int | None:
-        """Bytes of the limit that these requests leave, each grown to its own; negative if they don't fit, None without a limit."""
+    def left(self, jobs: Iterable[Job], shared: int = 0) -> int | None:
+        """Bytes of the limit that these requests leave, each grown to its own; negative if they don't fit, None without a limit.
+
+        `shared` bytes of their states are one another's.
+        """
         if self.limit is None:
             return None
-        return int(self.limit - self._total([(len(job.prompt) + job.limit, job.num_unfinished) for job in jobs]))
+        return int(
+            self.limit + shared - self._total([(len(job.prompt) + job.limit, job.num_unfinished) for job in jobs])
+        )
 
     def _total(self, choices: Iterable[tuple[int, int]]) -> float:
         """Weights, states of (context, number of choices), and the transient of one prefill window, in bytes."""

@@ -12,20 +12,22 @@ import mlx.core as mx
 from gnomon.chat.tokenizer import Tokenizer
 from gnomon.engine.aside import Aside
 from gnomon.engine.batch import Batch
-from gnomon.engine.budget import Budget, ceiling
+from gnomon.engine.budget import Budget
 from gnomon.engine.counters import Counters
 from gnomon.engine.heart import Heart
 from gnomon.engine.mailbox import Ask, Beside, Cancel, Mailbox, Stop, Submit, Wake
+from gnomon.engine.memory import Memory
 from gnomon.engine.persist import new_reuse
 from gnomon.engine.reuse import cache_bytes
 from gnomon.engine.row import Job, Row
-from gnomon.engine.runner import Runner, forked
+from gnomon.engine.runner import PagesLost, Runner, forked
 from gnomon.engine.scheduler import Prepared, Scheduler
 from gnomon.engine.settings import Host, Settings
 from gnomon.engine.speculation import Speculation
 from gnomon.models.load import LoadedModel
 from gnomon.state.batch_state import BatchState
 from gnomon.state.codecs import Coding
+from gnomon.state.paged import PagePool
 from gnomon.state.prefix import PrefixCache
 from gnomon.trace import Phase, Value
 
@@ -47,6 +49,7 @@ class Served:
     budget: Budget
     coding: Coding | None = None
     operations: str = "stock"
+    pages: PagePool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,22 +86,21 @@ class Core:
         self.counters = shared.counters
         self.heart = shared.heart
         self.on_close = shared.on_close
-        self.runner = Runner(loaded, config, shared.counters, shared.heart, host.prime, served.coding)
+        self.runner = Runner(loaded, config, shared.counters, shared.heart, host.prime, served.coding, served.pages)
         self.speculation = speculation
         self.tracer = host.tracer
         self.eos_ids = frozenset({*loaded.eos_token_ids, *tokenizer.eos_ids})
         binding = loaded.binding
-        self.budget = served.budget
-        self.ceiling = ceiling(config.memory_budget)
         size = cache_bytes(config.prompt_cache, served.budget)
         self.reuse = new_reuse(
             self.runner,
-            PrefixCache(size, config.cache_retention) if size else None,
+            PrefixCache(size, config.cache_retention, pages=served.pages) if size else None,
             lambda ids: tokenizer.decode(ids, hide=False),
             settings.cache,
             served.operations,
             lambda: shared.mailbox.post(Wake()),
         )
+        self.memory = Memory(served.budget, self.runner, self.reuse, config.memory_budget)
         self.scheduler = Scheduler(
             rows=config.batch if binding.batchable else 1,
             chunk=config.prefill_chunk,
@@ -192,14 +194,8 @@ class Core:
 
     def has_memory(self, job: Job | None = None) -> bool:
         """Whether a request fits beside those admitted. What is reused gives way to them."""
-        jobs = [other for other in self.jobs.values() if other.admitted and other.open]
-        if job is not None and not self.budget.has_kv([job, *jobs]):
-            return False
-        left = self.budget.left(jobs if job is None else [job, *jobs])
-        if left is not None and left < 0:
-            return False
-        self.reuse.allow(left)
-        return True
+        admitted = (other for other in self.jobs.values() if other.admitted and other.open)
+        return self.memory.has_room(job, admitted, self.scheduler.admitted)
 
     def may_join(self, job: Job, group: Sequence[Job]) -> bool:
         """Whether a prompt may share the window of a group: nothing is lost that reuse would save, and its scores fit."""
@@ -217,6 +213,7 @@ class Core:
         try:
             self.runner.run_window(prefill)
         except Exception as error:  # noqa: BLE001  (any failure here has an owner among these requests, or the device is gone)
+            self.runner.mend()
             if len(jobs) > 1:
                 self.prefill_apart(jobs, error)
             if len(jobs) == 1 or not any(job.open for job in jobs):
@@ -226,7 +223,7 @@ class Core:
                 jobs[0].fail(error)
             self.scheduler.done(preparation)
             return
-        self.relieve()
+        self.memory.relieve()
         if tokens and self.tracer.enabled:
             memory = {"activeBytes": mx.get_active_memory(), "peakBytes": mx.get_peak_memory()}
             self.trace(jobs, "prefill", begun, tokens=tokens, **memory)
@@ -265,10 +262,8 @@ class Core:
         self.heart.beat("decoding")
         counters = self.counters
         tokens, begun = counters.generated_tokens, time.perf_counter()
-        started, running = (
-            time.monotonic(),
-            [row.job for row in self.batch.rows if row.open] if self.tracer.enabled else [],
-        )
+        started = time.monotonic()
+        running = [row.job for row in self.batch.rows if row.open] if self.tracer.enabled else []
         stepped = True
         try:
             stepped = self.stepper.step()
@@ -284,13 +279,7 @@ class Core:
             self.trace(running, "step", started, rows=rows)
         if stepped and counters.steps % CLEAR_CACHE_STEPS == 0:
             mx.clear_cache()
-            self.relieve()
-
-    def relieve(self) -> None:
-        """What is kept for reuse gives way when memory runs short. No request is refused for it."""
-        excess = mx.get_active_memory() - self.ceiling
-        if excess > 0:
-            self.reuse.shed(excess)
+            self.memory.relieve()
 
     def grown(self) -> None:
         """Rows have further tokens: lend and save what is due."""
@@ -329,6 +318,7 @@ class Core:
             self.trace_end(job)
             self.on_close(job)
             self.has_memory()
+            self.memory.tidy()
 
     def rest(self) -> None:
         """Nothing is open: hold no rows and no spare memory, and see that the books are straight."""
@@ -423,6 +413,7 @@ class Core:
         self.drop_batch()
         self.stepper = self.runner.new_stepper(self.batch, self.speculation)
         mx.clear_cache()
+        self.runner.mend()
         self.num_rebuilds += 1
         if len(rows) == 1 or self.num_rebuilds > MAX_REBUILDS:
             for row in rows:
@@ -446,6 +437,8 @@ class Core:
     def reset(self, error: Exception) -> None:
         """Fail every request that was admitted and forget all state. Raises `DeviceFailed`."""
         self.counters.recoveries += 1
+        if isinstance(error, PagesLost):
+            self.reuse.forget()
         for job in self.jobs.values():
             if job.admitted:
                 job.fail(error)
@@ -469,6 +462,7 @@ class Core:
         self.drop_batch()
         self.stepper.flight = None
         self.scheduler.drop_closed()
+        self.memory.tidy()
         mx.clear_cache()
 
     def drop_batch(self) -> None:
@@ -494,7 +488,7 @@ class Core:
         states = [self.batch.state, *(ready.state for ready in self.scheduler.prepared)]
         under_way = (self.scheduler.long, self.scheduler.short)
         states += [one.prefill.state for one in under_way if one is not None]
-        counters.kv_bytes = sum(state.nbytes() for state in states if state is not None)
+        counters.kv_bytes = self.memory.kv_bytes(states)
         if self.speculation is not None and self.speculation.draft is not None:
             counters.kv_bytes += self.speculation.draft.nbytes()
         counters.active_rows = self.batch.num_open

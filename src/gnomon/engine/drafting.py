@@ -43,13 +43,7 @@ def check_tokenizers(own: Tokenizer, draft: Tokenizer) -> None:
 
 
 def check_draft(draft: LoadedModel) -> None:
-    """Raise `DraftMismatch` for a draft model whose state won't do."""
-    kinds = sorted(set(draft.binding.layer_kinds) - {"full"})
-    if kinds:
-        raise DraftMismatch(
-            f"a draft model must have full attention in all layers, so that drafts can be taken back: "
-            f"{draft.model_type} has {' and '.join(kinds)} ones"
-        )
+    """Raise `DraftMismatch` for a draft model that can't follow rows of different lengths."""
     if not (draft.binding.batchable and draft.binding.pad_safe):
         raise DraftMismatch(
             f"a draft model must take ragged batches, {draft.model_type} models don't: "

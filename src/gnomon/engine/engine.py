@@ -193,7 +193,7 @@ class Engine:
             raise InvalidRequest(
                 f"the model {model.id} ({model.model_type}) gives no embeddings", "model", "unsupported"
             )
-        return self._set_aside(EmbeddingJob(prompts), [f"input[{n}]" for n in range(len(prompts))])
+        return self.set_aside(EmbeddingJob(prompts), [f"input[{n}]" for n in range(len(prompts))])
 
     def score(self, prompts: Sequence[tuple[int, ...]], top: int) -> Future[list[tuple[TokenLogprob, ...]]]:
         """Scores of the prompts' tokens but the first, each with the `top` likeliest ones; whoever cancels the future stops the work.
@@ -201,9 +201,13 @@ class Engine:
         Raises `InvalidRequest`, `QueueFull` or `EngineUnavailable`; the future may raise `EngineError`.
         """
         names = ["prompt"] if len(prompts) == 1 else [f"prompt[{n}]" for n in range(len(prompts))]
-        return self._set_aside(ScoringJob(prompts, top, self.tokenizer), names)
+        return self.set_aside(ScoringJob(prompts, top, self.tokenizer), names)
 
-    def _set_aside(self, job: SideJob[T], names: Sequence[str]) -> Future[list[T]]:
+    def set_aside(self, job: SideJob[T], names: Sequence[str]) -> Future[list[T]]:
+        """Compute a job's prompts, called `names` in messages, between the steps of the answers; whoever cancels the future stops the work.
+
+        Raises `InvalidRequest`, `QueueFull` or `EngineUnavailable`; the future may raise `EngineError`.
+        """
         opened = self._ready
         model, in_memory = opened.model, opened.budget.max_context(1)
         for name, prompt in zip(names, job.prompts, strict=True):

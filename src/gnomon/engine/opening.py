@@ -15,6 +15,7 @@ from gnomon.engine.coding import coding_for, stats_of, tier_of
 from gnomon.engine.core import Core, Served, Shared
 from gnomon.engine.counters import Counters
 from gnomon.engine.drafting import check_draft, open_speculation
+from gnomon.engine.paging import pages_for
 from gnomon.engine.reuse import Reuse
 from gnomon.engine.runner import Runner
 from gnomon.engine.settings import Host, Settings
@@ -45,6 +46,7 @@ def sections(opened: Opened, core: Core) -> dict[str, Any]:
         "speculation": speculation,
         "kernels": dict(opened.kernels.stats()),
         "kv_quant": opened.kv,
+        **core.memory.sections(),
     }
 
 
@@ -66,9 +68,12 @@ def open_core(
         check_draft(draft)
         _prepare(draft, settings.kernels)
     coding = coding_for(loaded, settings.kv)
+    pages = pages_for(loaded, settings.kv, coding)
 
     def runner_of(model: LoadedModel) -> Runner:
-        return Runner(model, config, Counters(), shared.heart, coding=coding if model is loaded else None)
+        if model is loaded:
+            return Runner(model, config, Counters(), shared.heart, coding=coding, pages=pages)
+        return Runner(model, config, Counters(), shared.heart)
 
     def reuse() -> Reuse:
         return cores[0].reuse
@@ -79,13 +84,14 @@ def open_core(
         budget_for(loaded, config.memory_budget, settings.kv, draft, config.kv_budget),
         coding,
         kernels.identity,
+        pages,
     )
     speculation = open_speculation(
         settings.speculation,
         loaded,
         draft,
         runner_of=runner_of,
-        kernels=f"{kernels.name} {settings.kv.name}",
+        kernels=f"{kernels.name} {settings.kv.name}{' paged' if settings.kv.paged else ''}",
         reuse=reuse,
         measurements=settings.measurements,
         extra=host.propose,

@@ -17,6 +17,7 @@ from gnomon.engine.prefill import Prefill
 from gnomon.engine.row import Job, Row
 from gnomon.engine.runner import Runner
 from gnomon.state.batch_state import BatchState
+from gnomon.state.paged.pool import PagePart
 from gnomon.state.prefix import BLOCK, PrefixCache, Sessions
 from gnomon.state.prefix.block import common
 from gnomon.state.snapshot import RowSnapshot
@@ -76,6 +77,14 @@ class Reuse:
         if seen is None or seen[0] != cache.version:
             seen = self._peeked[job.request.id] = cache.version, cache.peek(self.namespace(job), job.feed)
         return seen[1]
+
+    def num_pages_in_use(self, job: Job) -> int:
+        """Whole pages that this prompt would be lent now and that rows hold already."""
+        if self.cache is None:
+            return 0
+        length, blocks, _ = self.cache.tree.walk(self.namespace(job), job.feed).usable(len(job.feed) - 1)
+        parts = [block.parts[0] for block in blocks if block.end <= length]
+        return sum(isinstance(part, PagePart) and part.hold.page.row_holds > 0 for part in parts)
 
     def may_join(self, job: Job, group: Sequence[Job]) -> bool:
         """False if one of the group is about to compute what this prompt begins with, or if one has to stop on its way."""
@@ -205,6 +214,13 @@ class Reuse:
         """Raise RuntimeError when the cache's books are wrong."""
         if self.cache is not None:
             self.cache.check_integrity()
+        if self.runner.pages is not None:
+            self.runner.pages.check_integrity()
+
+    def forget(self) -> None:
+        """Nothing that is kept is worth anything any more."""
+        if self.cache is not None:
+            self.cache.clear()
 
     def flush(self, timeout: float, ask: Ask) -> FlushReport:
         """Write what memory alone holds. Called on any thread; `ask` has work done on the engine's."""

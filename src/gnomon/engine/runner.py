@@ -19,7 +19,13 @@ from gnomon.engine.workspace import workspace_of
 from gnomon.models.load import LoadedModel
 from gnomon.state.batch_state import BatchState
 from gnomon.state.codecs import Coding
+from gnomon.state.paged.pool import PAGE, PagePool
+from gnomon.state.paged.table import num_pages
 from gnomon.state.snapshot import RowSnapshot
+
+
+class PagesLost(RuntimeError):
+    """The pages that all rows share can't be computed any more."""
 
 
 class DeviceFailed(RuntimeError):
@@ -35,7 +41,7 @@ def forked(state: BatchState, row: int) -> BatchState:
 
 class Runner:
     """Makes states, prefills and steppers over one model. `prime` may fill the fresh state of a prompt before its prefill; `coding` is
-    how states hold keys and values."""
+    how states hold keys and values, `pages` where, if not in buffers of their own."""
 
     def __init__(
         self,
@@ -45,6 +51,7 @@ class Runner:
         heart: Heart,
         prime: Callable[[BatchState], None] | None = None,
         coding: Coding | None = None,
+        pages: PagePool | None = None,
     ) -> None:
         self.loaded = loaded
         self.config = config
@@ -52,6 +59,7 @@ class Runner:
         self.heart = heart
         self.prime = prime
         self.coding = coding
+        self.pages = pages
         self.workspace = workspace_of(loaded, coding)
 
     def new_state(self) -> BatchState:
@@ -63,6 +71,7 @@ class Runner:
             slack=MAX_PROPOSALS,
             mask_ndim=binding.mask_ndim,
             coding=self.coding,
+            pages=self.pages,
         )
 
     def restored(self, snapshot: RowSnapshot) -> BatchState:
@@ -76,6 +85,7 @@ class Runner:
             slack=MAX_PROPOSALS,
             mask_ndim=binding.mask_ndim,
             coding=self.coding,
+            pages=self.pages,
         )
 
     def new_prefill(
@@ -88,6 +98,9 @@ class Runner:
         held = held or [None] * len(prompts)
         starts = [0 if one is None else one.lengths[0] for one in held]
         states = [self._new_primed() if one is None else one for one in held]
+        if self.pages is not None:
+            # In one go: each growth copies all there is.
+            self.pages.reserve(sum(num_pages(len(p)) - start // PAGE for p, start in zip(prompts, starts, strict=True)))
         chunk = self.config.prefill_chunk
         if len(prompts) == 1:
             chunk = self.workspace.chunk(chunk, len(prompts[0]))
@@ -130,6 +143,11 @@ class Runner:
         stepper.step()
         stepper.land()
         return prefill.state
+
+    def mend(self) -> None:
+        """After a failure: see that the pages are what they should be. Raises `PagesLost` if they can't be, and are empty now."""
+        if self.pages is not None and not self.pages.recover():
+            raise PagesLost("a failure took the pages of all requests with it")
 
     def probe(self) -> None:
         """Run one token through a fresh state. Raises `DeviceFailed`."""

@@ -126,6 +126,9 @@ class Speculation:
         if asked and self.draft is not None:
             found = self._ask([rows[b] for b in asked], depth)
             for b, tokens in zip(asked, found, strict=True):
+                constraint = rows[b].constraint
+                if constraint is not None:
+                    tokens = tokens[: constraint.num_legal(tokens)]
                 drafts[b] = tokens
                 own = rows[b].guesses
                 if tokens and own is not None:
@@ -151,10 +154,10 @@ class Speculation:
         return found.cut(limit)
 
     def _may_draft(self, row: Row, guess: Guess) -> bool:
-        """Whether the draft model may be asked: rows for which something cheaper guesses, or whose draws are constrained, don't ask it."""
+        """Whether the draft model may be asked: rows for which something cheaper guesses don't ask it."""
         if self.draft is None or self.draft_failed is not None or guess.tokens:
             return False
-        return row.open and row.guesses is not None and row.constraint is None and row.left > 1
+        return row.open and row.guesses is not None and row.left > 1
 
     def _chance(self, row: Row, guess: Guess) -> Chance:
         if row.guesses is None:

@@ -2,5 +2,8 @@
 
 from gnomon.isolate.child import run
 from gnomon.isolate.engine import IsolatedEngine
+from gnomon.isolate.member import Lease
+from gnomon.isolate.plan import Entry, Plan
+from gnomon.isolate.pool import Limits, ModelPool
 
-__all__ = ["IsolatedEngine", "run"]
+__all__ = ["Entry", "IsolatedEngine", "Lease", "Limits", "ModelPool", "Plan", "run"]

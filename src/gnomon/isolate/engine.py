@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass, field
 from itertools import count
 from multiprocessing.connection import Connection
 from typing import Any, Literal
@@ -37,6 +36,7 @@ from gnomon.engine.api import (
     Sink,
     TokenLogprob,
 )
+from gnomon.isolate.life import Child, Patience, Ticket, how_it_ended, tell
 from gnomon.isolate.messages import (
     Call,
     Cancel,
@@ -54,51 +54,6 @@ from gnomon.isolate.messages import (
 )
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Patience:
-    """Waits, in seconds."""
-
-    load: float = 900.0
-    """For a child to become ready."""
-    submit: float = 5.0
-    """For a request to be taken: longer than any turn of a live process, as the caller's event loop stands meanwhile."""
-    compile: float = 60.0
-    silence: float = 30.0
-    """Without a report the child counts as frozen and is killed."""
-    stop: float = 60.0
-    """For the child to end by itself: it may have states to write."""
-    early_death: float = 10.0
-    """A child that dies so soon after it was ready is started again only after `pause`."""
-    pause: float = 5.0
-    window: float = 60.0
-    restarts: int = 3
-    """Most restarts within `window`; the next one waits until it is over."""
-
-
-@dataclass(slots=True)
-class Ticket:
-    """A request whose last event has not come."""
-
-    request: Request
-    sink: Sink
-    begun: bool = False
-    """Something of the answer was delivered: it can't be begun again unseen."""
-    retried: bool = False
-    cancelled: bool = False
-
-
-@dataclass(slots=True)
-class Child:
-    """One life of the engine's process."""
-
-    process: subprocess.Popen[bytes]
-    connection: Connection
-    writer: Writer
-    born: float = field(default_factory=time.monotonic)
-    ready: float = 0.0
-    heard: float = field(default_factory=time.monotonic)
 
 
 class IsolatedEngine:
@@ -129,6 +84,8 @@ class IsolatedEngine:
         self._restarts = 0
         self._deaths: deque[float] = deque()
         self._message = "the engine's process is starting"
+        self._death = ""
+        """How the last child ended."""
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="isolate", daemon=True)
         self._thread.start()
@@ -141,12 +98,24 @@ class IsolatedEngine:
             raise EngineUnavailable(self._unloadable or self._message)
         return self._model
 
-    def wait(self) -> ModelInfo:
-        """Wait until the first child is ready. Raises RuntimeError with the reason when it can't load, TimeoutError when it doesn't."""
+    def wait(self, deaths: int | None = None) -> ModelInfo:
+        """Wait until the first child is ready, or `deaths` of them have died.
+
+        Raises RuntimeError with the reason when it can't load, TimeoutError when it doesn't.
+        """
+
+        def given_up() -> bool:
+            return self._stopping or (deaths is not None and self._restarts >= deaths)
+
         with self._changed:
-            self._changed.wait_for(lambda: self._model is not None or self._unloadable is not None, self._patience.load)
+            self._changed.wait_for(
+                lambda: self._model is not None or self._unloadable is not None or given_up(), self._patience.load
+            )
         if self._unloadable is not None:
             raise RuntimeError(self._unloadable)
+        if self._model is None and given_up():
+            died = f"the engine's process {self._death}, {self._restarts} times before it was ready"
+            raise RuntimeError("the server was stopped" if self._stopping else died)
         if self._model is None:
             raise TimeoutError(f"the engine's process was not ready within {self._patience.load:g} s")
         return self._model
@@ -163,6 +132,8 @@ class IsolatedEngine:
         with self._lock:
             if self._draining or self._stopping:
                 raise EngineUnavailable("the server is shutting down")
+            if self._unloadable is not None:
+                raise EngineUnavailable(self._unloadable)
             if request.id in self._tickets:
                 raise InvalidRequest(f"request id {request.id!r} is in use", "id")
             child = self._child
@@ -275,7 +246,7 @@ class IsolatedEngine:
             else:
                 ticket.cancelled = True
                 child.writer.send(Cancel(request_id, answered))
-        _tell(ended)
+        tell(ended)
 
     def health(self) -> Health:
         report, child = self._report, self._child
@@ -317,9 +288,10 @@ class IsolatedEngine:
 
     def stop(self) -> None:
         """End the child, giving it time to write what it holds. Open requests get `Failed`."""
-        with self._lock:
+        with self._changed:
             already, self._stopping = self._stopping, True
             child = self._child
+            self._changed.notify_all()
         self._wake.set()
         if child is not None and not already:
             child.writer.send(Stop())
@@ -337,7 +309,9 @@ class IsolatedEngine:
             if self._unloadable is not None:
                 return
             if not self._stopping:
-                self._restarts += 1
+                with self._changed:
+                    self._restarts += 1
+                    self._changed.notify_all()
                 self._rest(child)
 
     def _spawn(self) -> Child:
@@ -356,6 +330,8 @@ class IsolatedEngine:
         """Until the child is gone, frozen, or ended as asked."""
         limit = 0.0
         while True:
+            if self._stopping and not child.ready:
+                return  # it has nothing to write
             if self._stopping and not limit:
                 child.writer.send(Stop())
                 limit = time.monotonic() + self._patience.stop
@@ -420,7 +396,7 @@ class IsolatedEngine:
             self._tickets.pop(ticket.request.id, None)
             self._changed.notify_all()
         refusal = error if isinstance(error, EngineError) else None
-        _tell([(ticket, Failed(ticket.request.id, str(error), "refused", refusal=refusal))])
+        tell([(ticket, Failed(ticket.request.id, str(error), "refused", refusal=refusal))])
 
     def _deliver(self, events: Sequence[Event]) -> None:
         heard: list[tuple[Ticket, Event]] = []
@@ -435,7 +411,7 @@ class IsolatedEngine:
                     del self._tickets[event.request_id]
                     self._changed.notify_all()
                 heard.append((ticket, event))
-        _tell(heard)
+        tell(heard)
 
     def _bury(self, child: Child) -> None:
         """The child is dead or has to be: settle what it leaves."""
@@ -452,7 +428,7 @@ class IsolatedEngine:
         # Writes fail by now; the number of a socket closed under one might be another's the next moment.
         child.writer.close()
         child.connection.close()
-        how = _how(code)
+        how = self._death = how_it_ended(code)
         if not self._stopping and self._unloadable is None:
             log.error("the engine's process (pid %d) %s", child.process.pid, how)
         for reply in replies:
@@ -469,7 +445,7 @@ class IsolatedEngine:
                 reason = "the server was stopped" if self._stopping else f"the engine's process {how} during the answer"
                 ended.append((ticket, Failed(name, reason, "engine_stopped" if self._stopping else "engine_died")))
             self._changed.notify_all()
-        _tell(ended)
+        tell(ended)
 
     def _rest(self, child: Child) -> None:
         """Wait as long as the limits on restarts ask for."""
@@ -491,18 +467,3 @@ class IsolatedEngine:
         reply = self._replies[message.number] = Future[Any]()
         child.writer.send(message)
         return reply
-
-
-def _how(code: int) -> str:
-    if code < 0:
-        with contextlib.suppress(ValueError):
-            return f"was killed by {signal.Signals(-code).name}"
-    return f"ended with code {code}"
-
-
-def _tell(heard: Sequence[tuple[Ticket, Event]]) -> None:
-    for ticket, event in heard:
-        try:
-            ticket.sink(event)
-        except Exception as error:
-            log.warning("request %s: its listener failed: %s", ticket.request.id, error, exc_info=error)

@@ -44,6 +44,12 @@ def _pairs(e: ModuleType) -> Iterator[Pair]:
                 lambda x=x, w=w, s=s, b=b: e.quantized_matmul(x, w, s, b, 64, 4),
                 lambda x=x, w=w, s=s, b=b: mx.quantized_matmul(x, w, s, b),
             )
+            yield (
+                "int8",
+                f"{rows} x {k} by {n}, 4 bits",
+                lambda x=x, w=w, s=s, b=b: e.quantized_matmul(x, w, s, b, 64, 4, True),
+                lambda x=x, w=w, s=s, b=b: mx.quantized_matmul(x, w, s, b),
+            )
     x, weight = mx.random.normal((64, 576)), mx.ones(576)
     yield (
         "rms_norm",

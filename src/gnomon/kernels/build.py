@@ -28,6 +28,7 @@ from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -50,17 +51,19 @@ _COMMON = (
     "-DNDEBUG",
     "-DNB_DOMAIN=mlx",
 )
+_AVX512 = (
+    "-mavx512f",
+    "-mavx512bw",
+    "-mavx512vl",
+    "-mavx512dq",
+    "-mavx2",
+    "-mfma",
+    "-mf16c",
+    "-mprefer-vector-width=512",
+)
 _ISA_FLAGS: dict[str, tuple[str, ...]] = {
-    "avx512": (
-        "-mavx512f",
-        "-mavx512bw",
-        "-mavx512vl",
-        "-mavx512dq",
-        "-mavx2",
-        "-mfma",
-        "-mf16c",
-        "-mprefer-vector-width=512",
-    ),
+    "avx512vnni": (*_AVX512, "-mavx512vnni"),
+    "avx512": _AVX512,
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
     "neon": (),
     "portable": ("-O2",),
@@ -113,6 +116,8 @@ def cpu_isas() -> tuple[str, ...]:
     flags = _cpu_flags()
     found: list[str] = []
     if {"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma", "f16c"} <= flags:
+        if "avx512_vnni" in flags:
+            found.append("avx512vnni")
         found.append("avx512")
     if {"avx2", "fma", "f16c"} <= flags:
         found.append("avx2")
@@ -184,9 +189,16 @@ def ensure(
     """Return the build for this machine, compiling it first if the cache has none.
 
     One process compiles, others wait for it. `isas` None is the best one of this CPU. `flags` are added to every compilation
-    (sanitizers). Raises BuildError.
+    (sanitizers). Where nothing can be compiled, a build that was carried here is taken. Raises BuildError.
     """
-    tools = toolchain(compiler, isas, flags)
+    try:
+        tools = toolchain(compiler, isas, flags)
+    except BuildError as e:
+        found = carried(cache)
+        if found is None:
+            raise
+        progress(f"{e}: taking the kernels in {found.path.parent}, built for {', '.join(found.toolchain.isas)}")
+        return found
     home = cache / tools.key
     if not rebuild and _complete(home):
         return Build(home / f"{MODULE}.so", tools, 0.0)
@@ -201,6 +213,30 @@ def ensure(
     except OSError as e:
         raise BuildError(f"the kernel cache {cache} can't be written: {e}") from e
     return Build(home / f"{MODULE}.so", tools, seconds)
+
+
+def carried(cache: Path) -> Build | None:
+    """The best build in `cache` that another machine made of these sources for this mlx, this Python and an instruction set of this CPU.
+
+    Only the instruction sets' files are compiled for a CPU, and which of them runs is asked at run time, so a copied cache serves
+    machines without a compiler.
+    """
+    here = (version("mlx"), sysconfig.get_config_var("SOABI"), source_hash())
+    order = (*cpu_isas(), *(() if "portable" in cpu_isas() else ("portable",)))
+    found: list[tuple[int, Build]] = []
+    for manifest in sorted(cache.glob("*/build.json")):
+        try:
+            said = json.loads(manifest.read_text())
+            fields: dict[str, Any] = {name: said[name] for name in Toolchain.__slots__}
+            fields.update(isas=tuple(said["isas"]), flags=tuple(said["flags"]))
+            tools = Toolchain(**fields)
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        known = [order.index(isa) for isa in tools.isas if isa in order]
+        same = (tools.mlx, tools.python, tools.sources) == here and tools.machine.split()[:1] == [platform.machine()]
+        if same and known and not tools.flags:
+            found.append((min(known), Build(manifest.parent / f"{MODULE}.so", tools, 0.0)))
+    return min(found, key=lambda one: one[0])[1] if found else None
 
 
 def load(build: Build) -> ModuleType:

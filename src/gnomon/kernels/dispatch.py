@@ -24,6 +24,8 @@ class Thread(threading.local):
     depth = 0
     native = False
     active = False
+    integer = False
+    """Whether native products of 4- and 8-bit weights round activations to 8 bits (see `integer`)."""
 
     def __init__(self) -> None:
         self.orders: dict[int, tuple[object, Any]] = {}
@@ -35,9 +37,10 @@ stock_calls: Counter[str] = Counter()
 """Calls inside native steps that a kernel's contract doesn't cover, by operation: they ran as stock operations."""
 
 
-def choose(native: bool) -> None:
-    """Let the calling thread's steps take native kernels, or stock operations, from now on."""
+def choose(native: bool, integer: bool = False) -> None:
+    """Let the calling thread's steps take native kernels (`integer`: products in whole numbers), or stock operations, from now on."""
     thread.native = native
+    thread.integer = integer
     thread.active = native and thread.depth > 0
 
 

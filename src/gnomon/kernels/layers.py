@@ -3,10 +3,11 @@
 A swapped layer keeps its parameters, its submodules and, outside native steps, its own forward: only its class changes, to a subclass
 made here. Inside a native step the subclass issues
 
-    heads      norm, q, k, v projections, head norms, rotation       instead of about 14 operations
-    project    output projection, norm after it, residual            instead of 3
-    gated_mlp  norm, gate, up, activation, down, norm, residual      instead of 8
-    gated      activation and product between experts' projections   instead of 2
+    attention_layer  heads, their append to the state in place, attention, project    instead of about 25 operations
+    heads            norm, q, k, v projections, head norms, rotation                  instead of about 14
+    project          output projection, norm after it, residual                       instead of 3
+    gated_mlp        norm, gate, up, activation, down, norm, residual                 instead of 8
+    gated            activation and product between experts' projections              instead of 2
 
 with the same bits as the unfused kernels give: every step rounds to the activations' type. A layer whose submodules are not what was
 swapped (an adapter took a projection's place, weights were replaced) falls back to its own forward.
@@ -76,14 +77,16 @@ class Stale(Exception):
 class Linear:
     """A linear layer's weights as the extension takes them, and what they were made from."""
 
-    def __init__(self, layer: nn.Module, extension: ModuleType) -> None:
+    def __init__(self, layer: nn.Module, extension: ModuleType, integer: bool) -> None:
         self.layer = layer
         self.extension = extension
         self.weight: mx.array = layer["weight"]
         scales: mx.array | None = layer.get("scales")
         group, bits = (0, 0) if scales is None else (layer.group_size, layer.bits)
         self.dtype: mx.Dtype = self.weight.dtype if scales is None else scales.dtype
-        self.projection = extension.Projection(self.weight, scales, layer.get("biases"), layer.get("bias"), group, bits)
+        self.projection = extension.Projection(
+            self.weight, scales, layer.get("biases"), layer.get("bias"), group, bits, integer
+        )
 
     @staticmethod
     def covers(layer: object) -> bool:
@@ -182,6 +185,29 @@ class Attention:
         ):
             raise Stale
         e, rotation = self.extension, self.rotation
+        buffers = cache.in_place(mask) if rotation is not None and hasattr(cache, "in_place") else None
+        if buffers is not None and rotation is not None and buffers[0].dtype == buffers[1].dtype == x.dtype:
+            y, keys, values = e.attention_layer(
+                x,
+                before and before.weight,
+                before.eps if before else 0.0,
+                self.q.projection,
+                self.k.projection,
+                self.v.projection,
+                self.o.projection,
+                self.q_norm and self.q_norm.weight,
+                self.k_norm and self.k_norm.weight,
+                self.form,
+                offset_array(cache.offset),
+                rotation.freqs,
+                layer.scale,
+                *buffers,
+                after and after.weight,
+                after.eps if after else 0.0,
+                residual,
+            )
+            cache.appended(keys, values)
+            return y
         offset = cache.offset if cache is not None else 0
         q, k, v = e.heads(
             x,
@@ -314,7 +340,7 @@ def _become(
     object.__setattr__(layer, "fused", fused)
 
 
-def _attention(layer: Any, family: Family, owner: ModuleType, extension: ModuleType) -> Attention | None:
+def _attention(layer: Any, family: Family, owner: ModuleType, extension: ModuleType, integer: bool) -> Attention | None:
     parts = [layer.get(name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
     if not all(Linear.covers(part) for part in parts):
         return None
@@ -324,7 +350,7 @@ def _attention(layer: Any, family: Family, owner: ModuleType, extension: ModuleT
         if norm is not None and not Norm.covers(norm, family.norm, owner):
             return None
         norms.append(None if norm is None else Norm(norm, family.norm))
-    q, k, v, o = (Linear(part, extension) for part in parts)
+    q, k, v, o = (Linear(part, extension, integer) for part in parts)
     types = {p.dtype for p in (q, k, v, o)} | {n.weight.dtype for n in norms if n is not None}
     if len(types) != 1:
         return None
@@ -335,11 +361,11 @@ def _attention(layer: Any, family: Family, owner: ModuleType, extension: ModuleT
     return Attention(q, k, v, o, norms[0], norms[1], rotation, form, extension, q.dtype)
 
 
-def _mlp(layer: Any, family: Family, extension: ModuleType) -> MLP | None:
+def _mlp(layer: Any, family: Family, extension: ModuleType, integer: bool) -> MLP | None:
     parts = [layer.get(name) for name in ("gate_proj", "up_proj", "down_proj")]
     if not all(Linear.covers(part) for part in parts):
         return None
-    gate, up, down = (Linear(part, extension) for part in parts)
+    gate, up, down = (Linear(part, extension, integer) for part in parts)
     if len({p.dtype for p in (gate, up, down)}) != 1:
         return None
     return MLP(gate, up, down, family.activation, extension, gate.dtype)
@@ -413,8 +439,11 @@ def _gate_forward(activation: int) -> Callable[[Callable[..., mx.array]], Callab
     return forward
 
 
-def swap(model: nn.Module, extension: ModuleType) -> dict[str, int]:
-    """Swap what is known in `model`, in place, and return how many layers of each class were. Swapping again changes nothing."""
+def swap(model: nn.Module, extension: ModuleType, integer: bool = False) -> dict[str, int]:
+    """Swap what is known in `model`, in place, and return how many layers of each class were. Swapping again changes nothing.
+
+    `integer` lets products of 4- and 8-bit weights round activations to 8 bits.
+    """
     found: dict[str, int] = {}
     known: dict[type, tuple[str, Family, ModuleType]] = {}
     for family in FAMILIES:
@@ -435,11 +464,11 @@ def swap(model: nn.Module, extension: ModuleType) -> dict[str, int]:
             if kind != role or family is None or owner is None:
                 continue
             if role == "attention":
-                fused, forward = _attention(layer, family, owner, extension), _attention_forward
+                fused, forward = _attention(layer, family, owner, extension, integer), _attention_forward
             elif role == "mixer":
                 fused, forward = extension, _mixer_forward
             elif role == "mlp":
-                fused, forward = _mlp(layer, family, extension), _mlp_forward
+                fused, forward = _mlp(layer, family, extension, integer), _mlp_forward
             else:
                 fused, forward = _block(layer, family, owner), _block_forward
             if fused is not None:
@@ -455,7 +484,7 @@ def swap(model: nn.Module, extension: ModuleType) -> dict[str, int]:
             count(layer)
     for layer in modules:
         if type(layer) in (nn.Linear, nn.QuantizedLinear) and Linear.covers(layer):
-            _become(layer, Linear(layer, extension), _linear_forward)
+            _become(layer, Linear(layer, extension, integer), _linear_forward)
             count(layer)
         if type(layer) is nn.QuantizedEmbedding:
             why = why_not(

@@ -22,7 +22,7 @@ from gnomon.kernels.cuda import operations as cuda_operations
 
 log = logging.getLogger(__name__)
 
-Policy = Literal["auto", "native", "stock"]
+Policy = Literal["auto", "native", "int8", "stock"]
 AUTO: Literal["native", "stock"] = "native" if sys.platform == "linux" else "stock"
 """What `auto` means on this platform's CPU; a path becomes the default only where it won a paired comparison."""
 
@@ -43,26 +43,33 @@ class Kernels:
     threads: int = 0
     path: Path | None = None
     build_seconds: float = 0.0
+    integer: bool = False
+    """Whether products of 4- and 8-bit weights round activations to 8 bits."""
     layers: Mapping[str, int] = field(default_factory=dict[str, int])
     """How many layers of each class were swapped for fused ones."""
 
     @property
     def name(self) -> str:
         """What runs, as far as speed depends on it."""
-        return f"native {self.isa} x{self.threads}" if self.native else "stock"
+        return f"{self._kind} {self.isa} x{self.threads}" if self.native else "stock"
 
     @property
     def identity(self) -> str:
         """Whose operations run: others give other bits."""
         if self.isa == CUDA:
             return f"native {CUDA} {sources.version()}{' fused' if 'fused' in self.layers else ''}"
-        return f"native {self.isa} {self.path.parent.name}" if self.native and self.path is not None else "stock"
+        return f"{self._kind} {self.isa} {self.path.parent.name}" if self.native and self.path is not None else "stock"
+
+    @property
+    def _kind(self) -> str:
+        return "int8" if self.integer else "native"
 
     def stats(self) -> Mapping[str, Any]:
         """For `/stats`, as plain JSON values."""
         return {
             "policy": self.policy,
             "native": self.native,
+            "int8": self.integer,
             "reason": self.reason,
             "isa": self.isa,
             "threads": self.threads,
@@ -96,13 +103,17 @@ def start(
         dispatch.install(cuda_operations.ALL, cuda_operations)
         dispatch.choose(True)
         return Kernels(policy, True, isa=CUDA)
+    integer = wanted == "int8"
     if wanted == "stock" or mx.default_device() != mx.Device(mx.cpu):
         dispatch.choose(False)
         reason = (
             None
             if wanted == "stock"
-            else f"native kernels are for CPUs and CUDA, the default device is {mx.default_device()}"
+            else f"{'int8' if integer else 'native'} kernels are for CPUs{'' if integer else ' and CUDA'}, "
+            f"the default device is {mx.default_device()}"
         )
+        if integer:
+            log.warning("%s: operations are stock", reason)
         return Kernels(policy, False, reason)
     try:
         extension, made = _load(cache, compiler, progress)
@@ -113,8 +124,8 @@ def start(
     extension.set_isa(isa)
     extension.set_threads(threads or default_threads())
     dispatch.install(operations.ALL, extension)
-    dispatch.choose(True)
-    return Kernels(policy, True, None, extension.isa(), extension.threads(), made.path, made.seconds)
+    dispatch.choose(True, integer)
+    return Kernels(policy, True, None, extension.isa(), extension.threads(), made.path, made.seconds, integer)
 
 
 def prepare(
@@ -133,7 +144,7 @@ def prepare(
     extension = _extension
     if not kernels.native or extension is None:
         return kernels
-    return replace(kernels, layers=layers.swap(model, extension))
+    return replace(kernels, layers=layers.swap(model, extension, kernels.integer))
 
 
 def _load(cache: Path, compiler: str | None, progress: Callable[[str], None]) -> tuple[ModuleType, build.Build]:

@@ -11,6 +11,8 @@ Arithmetic: a weight is fma(code, scale, bias) in float32, x is widened, an outp
 by fused multiply-add, added by a fixed tree, rounded once to the result's type. So an output depends, to the bit, on its row of x and
 its row of w alone; not on the number of rows, their order, chunks, threads, and not on the instruction set (AVX-512, AVX2 and NEON
 agree; the portable one, which has no fused multiply-add, does not).
+
+With `--kernels int8`, 4- and 8-bit weights are multiplied as `integer` says.
 """
 
 from __future__ import annotations
@@ -81,7 +83,7 @@ def _make(stock: Callable[..., mx.array], extension: ModuleType) -> Callable[...
             group, width = group_size or 64, bits or 4
             why = why_not(w, scales, biases, group, width, mode, 2) if transpose else "weights that aren't transposed"
             if why is None and x.ndim and x.dtype in FLOATS and x.shape[-1] == scales.shape[-1] * group:
-                return native(x, w, scales, biases, group, width, stream)
+                return native(x, w, scales, biases, group, width, thread.integer, stream)
             uncovered("quantized_matmul", why or f"activations {x.shape} of {x.dtype}")
         return stock(x, w, scales, biases, transpose, group_size, bits, mode, stream=stream)
 
@@ -118,7 +120,7 @@ def _make_gather(stock: Callable[..., mx.array], extension: ModuleType) -> Calla
                 and x.dtype in FLOATS
                 and x.shape[-1] == scales.shape[-1] * group
             ):
-                return native(x, w, scales, biases, lhs_indices, rhs_indices, group, width, stream)
+                return native(x, w, scales, biases, lhs_indices, rhs_indices, group, width, thread.integer, stream)
             uncovered("gather_qmm", why or f"activations {x.shape} of {x.dtype}")
         return stock(
             x,

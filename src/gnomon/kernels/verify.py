@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from gnomon.kernels import integer
 from gnomon.kernels.attention import CAUSAL
 
 Array = NDArray[np.float64]
@@ -54,6 +55,13 @@ def _same_alone(operation: Callable[[mx.array], mx.array], x: mx.array, whole: m
     return bool(mx.array_equal(mx.view(alone, mx.uint8), mx.view(mx.contiguous(whole), mx.uint8)).item())
 
 
+def _multiply(
+    e: ModuleType, weights: tuple[mx.array, mx.array, mx.array], group: int, bits: int, *whole: bool
+) -> Callable[[mx.array], mx.array]:
+    """The product with packed weights, as a function of activations."""
+    return lambda a: e.quantized_matmul(a, *weights, group, bits, *whole)
+
+
 def _products(e: ModuleType) -> Iterator[tuple[str, str, float, bool]]:
     for bits in (2, 3, 4, 5, 6, 8):
         for group in (32, 64, 128):
@@ -63,18 +71,18 @@ def _products(e: ModuleType) -> Iterator[tuple[str, str, float, bool]]:
                 stream = np.unpackbits(np.array(w).view(np.uint8), axis=-1, bitorder="little").reshape(37, 256, bits)
                 codes = stream.astype(np.float64) @ (1 << np.arange(bits))
                 dense = codes * np.repeat(_wide(s), group, 1) + np.repeat(_wide(b), group, 1)
-
-                def product(a: mx.array, w: mx.array = w, s: mx.array = s, b: mx.array = b) -> mx.array:
-                    return e.quantized_matmul(a, w, s, b, group, bits)  # noqa: B023  (called before the loop goes on)
-
+                product = _multiply(e, (w, s, b), group, bits)
                 y, rows = product(x), _wide(x)
                 error = _share(y, rows @ dense.T, np.abs(rows) @ np.abs(dense).T, 256)
-                yield (
-                    "quantized_matmul",
-                    f"{bits} bits, groups of {group}, {_name(dtype)}",
-                    error,
-                    _same_alone(product, x, y),
-                )
+                case = f"{bits} bits, groups of {group}, {_name(dtype)}"
+                yield "quantized_matmul", case, error, _same_alone(product, x, y)
+                if bits not in integer.BITS:
+                    continue
+                whole, rows = _multiply(e, (w, s, b), group, bits, True), _wide(integer.rounded(x))
+                sizes = codes * np.abs(np.repeat(_wide(s), group, 1)) + np.abs(np.repeat(_wide(b), group, 1))
+                y = whole(x)
+                error = _share(y, rows @ dense.T, np.abs(rows) @ sizes.T, 256)
+                yield "int8", case, error, _same_alone(whole, x, y)
     for dtype in TYPES:
         x, w = _random(13, 100, seed=1, dtype=dtype), _random(19, 100, seed=2, dtype=dtype)
         y, rows, dense = e.dense_matmul(x, w), _wide(x), _wide(w)

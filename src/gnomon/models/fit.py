@@ -2,7 +2,8 @@
 
 usable      the budget, else 0.75 of memory
 transient   min(2048, context) * 0.55e6 bytes
-KV          full layers * per token * context + sliding layers * per token * min(context, window)
+KV          full layers * per token * context + sliding layers * per token * min(context, window);
+            in pages: full layers * per token * whole pages * 1.125, since pages are got in steps of an eighth
 fits        weights + KV + transient <= usable
 decode      bandwidth / (weights - experts * (1 - used / all) + KV) * 0.82, or 0.76 with experts
 """
@@ -25,6 +26,8 @@ UNKNOWN_CHIP_GBPS: Final = 273.0
 PREFILL: Final = 2048
 TRANSIENT_PER_TOKEN: Final = 0.55e6
 USABLE_SHARE: Final = 0.75
+PAGE: Final = 256
+PAGE_SLACK: Final = 1.125
 _EFFICIENCY, _EFFICIENCY_EXPERTS = 0.82, 0.76
 _EXPERT: Final = re.compile(r"\.(switch_mlp|switch_glu|experts)\.")
 
@@ -59,7 +62,8 @@ SKUS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a model costs. Bytes; `full` and `sliding` are bytes of KV per token summed over the layers of that kind."""
+    """What a model costs. Bytes; `full` and `sliding` are bytes of KV per token summed over the layers of that kind. With `paged`, tokens
+    are held in whole pages."""
 
     weights: int
     full: float
@@ -68,9 +72,12 @@ class Needs:
     max_positions: int | None
     experts: int = 0
     expert_share: float = 1.0
+    paged: bool = False
 
     def kv(self, context: int) -> float:
         """Bytes of per-request state at `context` tokens."""
+        if self.paged:
+            return self.full * -(-context // PAGE) * PAGE * PAGE_SLACK
         return self.full * context + self.sliding * min(context, self.window)
 
     def total(self, context: int) -> float:
@@ -149,6 +156,7 @@ def needs_of(
         max_positions=text.get("max_position_embeddings"),
         experts=experts if all_experts else 0,
         expert_share=used / all_experts if all_experts else 1.0,
+        paged=kv is not None and kv.paged,
     )
 
 

@@ -45,9 +45,11 @@ class _Drafted:
 
 
 class TwoModel:
-    """Drafts with a model whose layers all are full attention, so that wrong drafts can be taken off its state at any time.
+    """Drafts with a smaller model, whose state follows the rows by their texts alone: tokens that it has not seen, however they were made,
+    are fed before the next draft.
 
-    Its state follows the rows by their texts alone: tokens that it has not seen, however they were made, are fed before the next draft.
+    Drafts are written on into the state and taken off again once the rows' texts tell which were wrong. Where states can't be trimmed
+    (sliding windows, recurrent layers) they are written into a copy instead, and the state only ever holds the rows' own tokens.
     """
 
     source = "two-model"
@@ -67,11 +69,8 @@ class TwoModel:
     ) -> None:
         """`draws` makes the function that draws for these rows, `cost` gives the seconds of a step of so many; `vocab_size` is the
         target's: ids beyond it end a draft. Rows longer than `context` get none.
-
-        Raises ValueError for a model whose state can't be trimmed.
         """
-        if not new_state().can_trim:
-            raise ValueError("a draft model must have full attention in all layers, so that drafts can be taken back")
+        self.trims = new_state().can_trim
         self.model = model
         self.new_state = new_state
         self.vocab_size = vocab_size
@@ -93,7 +92,7 @@ class TwoModel:
         for row in within:
             self._catch_up(self.known[row])
         asked = {self.known[row]: limit for row, limit in zip(rows, limits, strict=True) if row in within}
-        ready = {one: asked[one] for one in self.together if asked.get(one, 0) > 0}
+        ready = {one: asked[one] for one in self.together if asked.get(one, 0) > 0 and one.missing}
         found = self._draft(ready) if ready else {}
         return [found.get(self.known[row], ()) if row in within else () for row in rows]
 
@@ -133,6 +132,8 @@ class TwoModel:
 
     def _compare(self, one: _Drafted) -> None:
         """Find how much of `seen` is the row's own text, of which the last token is never counted."""
+        if not self.trims:
+            return
         new = _text(one.row, one.settled)
         same = 0
         for mine, own in zip(one.seen[one.settled :], new[:-1], strict=False):
@@ -148,7 +149,8 @@ class TwoModel:
             return
         for one in self.together:
             self._compare(one)
-        state.trim([len(one.seen) - one.settled for one in self.together])
+        if self.trims:
+            state.trim([len(one.seen) - one.settled for one in self.together])
         for one in self.together:
             del one.seen[one.settled :]
         for one in [one for one in self.together if len(one.missing) > CATCH_UP]:
@@ -220,20 +222,26 @@ class TwoModel:
             logits = logits[mx.arange(len(together)), last][:, None]
             drawn = [draw(_rows(logits, places, len(together)))]
             most = max(ready.values())
+            ahead, rows = (state, together) if self.trims or most == 1 else (_copies(state, places), asked)
+            inside = [b for b, one in enumerate(rows) if one in ready]
             for step in range(1, most):
-                counts = [int(ready.get(one, 0) > step) for one in together]
-                tokens = _spread(drawn[-1], places, len(together))
-                state.begin(1, counts)
-                logits = self.model(tokens, cache=state.caches)
-                state.commit()
-                drawn.append(draw(_rows(logits, places, len(together))))
+                counts = [int(ready.get(one, 0) > step) for one in rows]
+                tokens = _spread(drawn[-1], inside, len(rows))
+                ahead.begin(1, counts)
+                logits = self.model(tokens, cache=ahead.caches)
+                ahead.commit()
+                drawn.append(draw(_rows(logits, inside, len(rows))))
                 mx.async_eval(drawn[-1])
         drafts = cast("list[list[int]]", mx.concatenate(drawn, axis=1).tolist())
         found: dict[_Drafted, Sequence[int]] = {}
         for one, draft in zip(asked, drafts, strict=True):
             limit = ready[one]
-            one.seen += [*one.missing, *draft[: limit - 1]]
-            one.settled += len(one.missing) - 1
+            if self.trims:
+                one.seen += [*one.missing, *draft[: limit - 1]]
+                one.settled += len(one.missing) - 1
+            else:
+                one.seen += one.missing
+                one.settled += len(one.missing)
             found[one] = _known(draft[:limit], self.vocab_size)
         return found
 
@@ -250,6 +258,14 @@ def _known(draft: Sequence[int], vocab_size: int) -> Sequence[int]:
     """The draft up to a token that the target doesn't have."""
     end = next((i for i, token in enumerate(draft) if token >= vocab_size), len(draft))
     return draft[:end]
+
+
+def _copies(state: BatchState, places: Sequence[int]) -> BatchState:
+    """A state of copies of some rows, in that order."""
+    made, *others = [state.fork(b) for b in places]
+    for other in others:
+        made.join(other)
+    return made
 
 
 def _rows(array: mx.array, places: Sequence[int], total: int) -> mx.array:

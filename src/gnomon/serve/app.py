@@ -11,8 +11,10 @@ from starlette.middleware.cors import CORSMiddleware
 from gnomon.chat.template import ChatTemplate
 from gnomon.config import HTTPConfig, SamplingDefaults
 from gnomon.engine.api import Engine
+from gnomon.isolate import ModelPool
 from gnomon.serve import errors, schema, volatile
 from gnomon.serve.auth import HostDoor, KeyDoor, OriginDoor
+from gnomon.serve.choose import LeaseKeeper
 from gnomon.serve.history import History
 from gnomon.serve.keys import KeyRing
 from gnomon.serve.limits import TRACE_HEADER, RequestFrame
@@ -35,8 +37,8 @@ from gnomon.serve.routes import (
 from gnomon.serve.routes import (
     engine as engine_route,
 )
-from gnomon.serve.services import VERSION, Services, Timing, Vocabulary
-from gnomon.serve.wire.admin import CloseSession
+from gnomon.serve.services import VERSION, Services, Timing, Vocabulary, Voice
+from gnomon.serve.wire.admin import CloseSession, Drain
 from gnomon.serve.wire.anthropic import MessagesRequest
 from gnomon.serve.wire.chat import ChatRequest
 from gnomon.serve.wire.completions import CompletionRequest
@@ -62,11 +64,15 @@ ROUTES = (
 EXPOSED = ("x-request-id", "request-id", TRACE_HEADER, "x-gnomon-tier", volatile.HEADER, "retry-after", "warning")
 
 
-def _endpoints() -> Iterator[str]:
+def _routes() -> Iterator[APIRoute]:
     for module in ROUTES:
-        for route in module.router.routes:
-            if isinstance(route, APIRoute) and route.include_in_schema:
-                yield from (f"{method} {route.path_format}" for method in route.methods or ())
+        yield from (route for route in module.router.routes if isinstance(route, APIRoute))
+
+
+def _endpoints() -> Iterator[str]:
+    for route in _routes():
+        if route.include_in_schema:
+            yield from (f"{method} {route.path_format}" for method in route.methods or ())
 
 
 def create_app(
@@ -79,8 +85,9 @@ def create_app(
     timing: Timing | None = None,
     owner: str = "gnomon",
     tracer: Tracer = OFF,
+    pool: ModelPool[Voice] | None = None,
 ) -> FastAPI:
-    """An ASGI application over `engine`.
+    """An ASGI application over `engine`, or over the models of `pool`, of whose default the others are then.
 
     A request passes the frame (ids, head size, counts), the Host and Origin doors, CORS for allowed origins, the key, and then its
     route. Every refusal has OpenAI's error body, or Anthropic's on its routes. `owner` is what `/v1/models` says of the served model.
@@ -103,21 +110,23 @@ def create_app(
         http=http,
         timing=timing or Timing(),
         keys=keys,
-        metrics=Metrics(engine, keys),
+        metrics=Metrics(engine if pool is None else pool, keys),
         preparation=PreparationPool(http.preparation_queue),
         chat_history=History(tokenizer),
         text_history=History(tokenizer),
         owner=owner,
+        pool=pool,
         tracer=tracer,
         endpoints=tuple(sorted(_endpoints())),
     )
     for module in ROUTES:
         app.include_router(module.router)
-    errors.install(app)
+    errors.install(app, tuple(_routes()))
     schema.install(
-        app, (ChatRequest, CloseSession, CompletionRequest, EmbeddingRequest, MessagesRequest, ResponsesRequest)
+        app, (ChatRequest, CloseSession, CompletionRequest, Drain, EmbeddingRequest, MessagesRequest, ResponsesRequest)
     )
     # The last added is the outermost.
+    app.add_middleware(LeaseKeeper)
     app.add_middleware(KeyDoor, keys=keys)
     if http.allowed_origins:
         app.add_middleware(

@@ -12,7 +12,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from gnomon.engine.api import Engine, Usage
+from gnomon.engine.api import Supervised, Usage
+from gnomon.isolate import ModelPool
 from gnomon.serve.keys import KeyRing
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -40,23 +41,52 @@ def numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield name, float(value)
 
 
+def _engine_numbers(engine: Supervised) -> Iterator[tuple[str, str, float]]:
+    """Name, description and value of each gauge of an engine."""
+    health = engine.health()
+    yield "gnomon_engine_up", "1 while the engine's loop turns", health.state == "ok"
+    yield "gnomon_engine_beat_age_seconds", "time since the engine's loop last turned", health.beat_age
+    # Its section on itself says what health has said above.
+    sections = {name: section for name, section in engine.stats().items() if name != "engine"}
+    for name, value in numbers(sections):
+        yield "gnomon_engine_" + re.sub(r"[^a-zA-Z0-9_]", "_", name), f"{name} of the engine", value
+
+
 class EngineCollector(Collector):
     """The engine's own stats, read when someone asks."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Supervised) -> None:
         self.engine = engine
 
     def collect(self) -> Iterable[Metric]:
-        health = self.engine.health()
-        yield GaugeMetricFamily("gnomon_engine_up", "1 while the engine's loop turns", value=health.state == "ok")
-        yield GaugeMetricFamily(
-            "gnomon_engine_beat_age_seconds", "time since the engine's loop last turned", value=health.beat_age
-        )
-        # Its section on itself says what health has said above.
-        sections = {name: section for name, section in self.engine.stats().items() if name != "engine"}
-        for name, value in numbers(sections):
-            full = "gnomon_engine_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
-            yield GaugeMetricFamily(full, f"{name} of the engine", value=value)
+        for name, about, value in _engine_numbers(self.engine):
+            yield GaugeMetricFamily(name, about, value=value)
+
+
+class PoolCollector(Collector):
+    """The stats of each loaded model's engine under the model's id, and what the pool itself counts."""
+
+    def __init__(self, pool: ModelPool[Any]) -> None:
+        self.pool = pool
+
+    def collect(self) -> Iterable[Metric]:
+        gauges: dict[str, GaugeMetricFamily] = {}
+        for model, engine in self.pool.engines().items():
+            for name, about, value in _engine_numbers(engine):
+                gauges.setdefault(name, GaugeMetricFamily(name, about, labels=("model",))).add_metric((model,), value)
+        yield from gauges.values()
+        resident = GaugeMetricFamily("gnomon_pool_resident", "1 while the model is loaded", labels=("model",))
+        leases = GaugeMetricFamily("gnomon_pool_open", "requests that use the model", labels=("model",))
+        waiting = GaugeMetricFamily("gnomon_pool_waiting", "requests that wait for the model", labels=("model",))
+        requests = CounterMetricFamily("gnomon_pool_requests", "requests that got the model", labels=("model",))
+        loads = CounterMetricFamily("gnomon_pool_loads", "times the model was loaded", labels=("model",))
+        for entry, row in self.pool.entries():
+            resident.add_metric((entry.id,), row["state"] == "resident")
+            leases.add_metric((entry.id,), row["leases"])
+            waiting.add_metric((entry.id,), row["waiting"])
+            requests.add_metric((entry.id,), row["requests"])
+            loads.add_metric((entry.id,), row["loads"])
+        yield from (resident, leases, waiting, requests, loads)
 
 
 class KeyCollector(Collector):
@@ -86,7 +116,7 @@ class KeyCollector(Collector):
 class Metrics:
     """What the HTTP side counts. Written on the event loop only."""
 
-    def __init__(self, engine: Engine, keys: KeyRing) -> None:
+    def __init__(self, running: Supervised, keys: KeyRing) -> None:
         self.registry = registry = CollectorRegistry()
         self.requests = Counter(
             "gnomon_http_requests", "HTTP requests answered", ("method", "route", "status"), registry=registry
@@ -116,7 +146,7 @@ class Metrics:
         self.recent: deque[Latency] = deque(maxlen=RECENT)
         self.counts = {"completed": 0, "failed": 0, "cancelled": 0}
         self.open = 0
-        registry.register(EngineCollector(engine))
+        registry.register(PoolCollector(running) if isinstance(running, ModelPool) else EngineCollector(running))
         registry.register(KeyCollector(keys))
 
     def request(self, method: str, route: str, status: int, seconds: float) -> None:

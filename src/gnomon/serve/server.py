@@ -25,7 +25,7 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from gnomon.config import HTTPConfig
-from gnomon.engine.api import Engine, FlushReport
+from gnomon.engine.api import FlushReport, Supervised
 from gnomon.serve.auth import is_loopback
 from gnomon.serve.errors import APIError
 from gnomon.serve.keys import KeyFileError, KeyRing
@@ -165,7 +165,9 @@ class Server(uvicorn.Server):
     what is left then hears an error; at the second they hear it at once.
     """
 
-    def __init__(self, app: FastAPI, engine: Engine, http: HTTPConfig, ready: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, app: FastAPI, engine: Supervised, http: HTTPConfig, ready: Callable[[], None] | None = None
+    ) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -289,8 +291,33 @@ async def in_thread(work: Callable[[], T]) -> T:
     return await future
 
 
+@contextlib.contextmanager
+def serving(app: FastAPI, engine: Supervised, bound: socket.socket, config: HTTPConfig) -> Generator[str]:
+    """The address at which a thread of this process serves `app` until the block ends; the engine is stopped then.
+
+    Raises StartupError when it can't start.
+    """
+    started = threading.Event()
+    server = Server(app, engine, config, started.set)
+
+    def run() -> None:
+        asyncio.run(server.serve([bound]))
+
+    thread = threading.Thread(target=run, name="server", daemon=True)
+    thread.start()
+    try:
+        while not started.wait(0.05):
+            if not thread.is_alive():
+                raise StartupError(f"can't serve at {address_of(bound)}: the log says why")
+        yield address_of(bound)
+    finally:
+        server.should_exit = True
+        thread.join()
+        app.state.services.preparation.close()
+
+
 def serve(
-    app: FastAPI, engine: Engine, bound: socket.socket, config: HTTPConfig, ready: Callable[[], None] | None = None
+    app: FastAPI, engine: Supervised, bound: socket.socket, config: HTTPConfig, ready: Callable[[], None] | None = None
 ) -> int:
     """Serve `app` on a socket from `bind` until a signal, and return the process's exit code: 1 if the engine failed.
 

@@ -13,7 +13,8 @@ from fastapi import Request
 from gnomon.chat.spans import SpanCache
 from gnomon.chat.template import ChatTemplate
 from gnomon.config import HTTPConfig, SamplingDefaults
-from gnomon.engine.api import Engine
+from gnomon.engine.api import Engine, Supervised
+from gnomon.isolate import ModelPool
 from gnomon.serve.history import History
 from gnomon.serve.keys import KeyRing
 from gnomon.serve.metrics import Metrics
@@ -67,9 +68,19 @@ class Timing:
     """How long a request body may pause."""
 
 
+@dataclass(frozen=True, slots=True)
+class Voice:
+    """What a model is spoken to with."""
+
+    engine: Engine
+    vocabulary: Vocabulary
+    template: ChatTemplate
+    sampling: SamplingDefaults
+
+
 @dataclass(slots=True)
 class Services:
-    """Held in `app.state.services`."""
+    """Held in `app.state.services`; `gnomon.serve.choose` gives those of the model that a request is for."""
 
     engine: Engine
     vocabulary: Vocabulary
@@ -87,11 +98,20 @@ class Services:
     """Of raw prompts, which the tokenizer may have put a token of its own before."""
     endpoints: tuple[str, ...]
     """Method and path of every route."""
+    pool: ModelPool[Voice] | None = None
+    """Where the server has several models."""
+    models: dict[str, Services] = field(default_factory=dict[str, "Services"])
+    """With what is a model's own, by id, of the pool's models that were asked for."""
     tracer: Tracer = OFF
     spans: SpanCache = field(default_factory=SpanCache)
     """What is settled of calls of the tools that were offered lately."""
     responses: ResponseStore = field(default_factory=ResponseStore)
     started_at: float = field(default_factory=time.time)
+
+    @property
+    def whole(self) -> Supervised:
+        """What the server runs: its engine, or the pool of several."""
+        return self.engine if self.pool is None else self.pool
 
 
 def services_of(request: Request) -> Services:

@@ -14,12 +14,15 @@ from gnomon.state.codecs.coding import Coding
 from gnomon.state.composite import CompositeLayer
 from gnomon.state.full import FullLayer
 from gnomon.state.layer import LayerState
+from gnomon.state.paged.layer import PagedLayer
+from gnomon.state.paged.pool import PAGE, PagePool
+from gnomon.state.paged.table import PageTable
 from gnomon.state.quantized import QuantizedLayer
 from gnomon.state.recurrent import RecurrentLayer
 from gnomon.state.replay import watch
 from gnomon.state.rows import Rows
 from gnomon.state.sliding import SlidingLayer
-from gnomon.state.snapshot import LayerSnapshot, RowSnapshot
+from gnomon.state.snapshot import LayerPart, LayerSnapshot, RowSnapshot
 
 DEFAULT_SLACK = 16
 
@@ -52,13 +55,15 @@ class BatchState:
         slack: int = DEFAULT_SLACK,
         mask_ndim: int = 4,
         coding: Coding | None = None,
+        pages: PagePool | None = None,
     ) -> None:
         """`templates` are the caches `mlx_lm` makes for the model; `slack` is how many tokens beyond the first a window may have and still
         be taken back; `mask_ndim` 5 gives ragged masks `[B, 1, 1, width, n]` to models that split heads into groups; `coding` names the
-        codec of each template's keys and values (None: all plain).
+        codec of each template's keys and values (None: all plain); `pages` is where they are held, in place of buffers of the state's own.
 
         Raises `UnsupportedCache` for a cache type that isn't one of mlx-lm's `KVCache`, `RotatingKVCache`, `ArraysCache` or a
-        `CacheList` of those, and for a codec of a cache that holds no keys and values of its own.
+        `CacheList` of those, for a codec of a cache that holds no keys and values of its own, and with `pages` for all but full attention
+        and a coding that starts later than at the first token.
         """
         if slack < 0:
             raise ValueError(f"slack must not be negative, got {slack}")
@@ -69,9 +74,11 @@ class BatchState:
         self.mask_ndim = mask_ndim
         self.rows = Rows()
         self.coding = coding
+        self.table = None if pages is None else PageTable(self.rows, pages)
         codecs = coding.codecs if coding is not None else [None] * len(self.templates)
         self.caches: list[LayerState | CompositeLayer] = [
-            self._state_for(template, codec) for template, codec in zip(self.templates, codecs, strict=True)
+            self._state_for(template, codec, number)
+            for number, (template, codec) in enumerate(zip(self.templates, codecs, strict=True))
         ]
         self.layers: list[LayerState] = list(_leaves(self.caches))
         self._row_capacity = 1
@@ -80,10 +87,16 @@ class BatchState:
         if self.has_recurrent:
             watch(model)
 
-    def _state_for(self, template: object, codec: Codec | None = None) -> LayerState | CompositeLayer:
+    def _state_for(self, template: object, codec: Codec | None = None, number: int = 0) -> LayerState | CompositeLayer:
         # Exact types: a subclass may behave differently in ways that can't be seen from here.
         if type(template) is RotatingKVCache and template.keep:
             raise UnsupportedCache(f"a rotating cache that keeps its first {template.keep} tokens is not supported")
+        if self.table is not None:
+            if type(template) is not KVCache:
+                raise UnsupportedCache(f"a cache of type {type(template).__name__} can't be held in pages")
+            if self.coding is not None and self.coding.start:
+                raise UnsupportedCache(f"pages are coded from the first token on, not from token {self.coding.start}")
+            return PagedLayer(self.rows, self.table, number, self.mask_ndim, codec)
         if codec is not None:
             start = self.coding.start if self.coding is not None else 0
             if type(template) is KVCache:
@@ -125,6 +138,8 @@ class BatchState:
                     f"padding disturbs this model: all counts must equal the width {width}, got {list(counts)}"
                 )
         self.rows.begin(width, counts)
+        if self.table is not None:
+            self.table.begin()
         for layer in self.layers:
             layer.begin()
 
@@ -132,6 +147,8 @@ class BatchState:
         """The open forward's real tokens now belong to their rows."""
         for layer in self.layers:
             layer.commit()
+        if self.table is not None:
+            self.table.commit()
         self.rows.commit()
 
     def abort(self) -> None:
@@ -139,6 +156,8 @@ class BatchState:
         if self.rows.is_open:
             for layer in self.layers:
                 layer.abort()
+            if self.table is not None:
+                self.table.abort()
             self.rows.abort()
 
     def rollback(self, back: Sequence[int]) -> None:
@@ -165,6 +184,8 @@ class BatchState:
         for layer in self.layers:
             layer.rollback(back)
         rows.rollback(back)
+        if self.table is not None:
+            self.table.cut()
 
     @property
     def can_trim(self) -> bool:
@@ -188,6 +209,8 @@ class BatchState:
             for layer in self.layers:
                 layer.rollback(back)
             rows.trim(back)
+            if self.table is not None:
+                self.table.cut()
 
     def keep(self, order: Sequence[int]) -> None:
         """Row `i` becomes what row `order[i]` was; rows not named go.
@@ -207,6 +230,8 @@ class BatchState:
         self._row_capacity = 1 if len(order) == 1 else capacity
         for layer in self.layers:
             layer.keep(order, self._row_capacity)
+        if self.table is not None:
+            self.table.keep(order)
         self.rows.keep(order)
 
     def order_without(self, leaving: Collection[int]) -> list[int]:
@@ -228,27 +253,35 @@ class BatchState:
             raise ValueError("a state can't join itself")
         if len(other.layers) != len(self.layers) or other.slack != self.slack or other.coding != self.coding:
             raise ValueError("only states of the same model, slack and coding can join")
+        if (self.table is None) != (other.table is None):
+            raise ValueError("rows in pages and rows in buffers of their own can't join")
         total = self.num_rows + other.num_rows
         if total > self._row_capacity:
             self._row_capacity = 1 << (total - 1).bit_length()
         for mine, theirs in zip(self.layers, other.layers, strict=True):
             mine.join(theirs, self._row_capacity)
+        if self.table is not None and other.table is not None:
+            self.table.join(other.table)
         self.rows.join(other.rows)
 
     def snapshot(self, row: int) -> RowSnapshot:
-        """A copy of one row that shares no memory with this state. Lazy: evaluate its `arrays()` before the next forward, or that forward's
-        appends copy whole buffers."""
+        """A copy of one row that shares no memory with this state but pages, which nobody writes to as long as two hold them.
+
+        Lazy: evaluate its `arrays()` before the next forward, or that forward's appends copy whole buffers."""
         self._must_be_closed()
         if not 0 <= row < self.num_rows:
             raise ValueError(f"row must lie in 0..{self.num_rows - 1}, got {row}")
+        if self.table is not None:
+            return RowSnapshot(self.rows.lengths[row], (), tuple(self.table.shares(row)))
         return RowSnapshot(self.rows.lengths[row], tuple(layer.snapshot(row) for layer in self.layers))
 
     def can_cut(self, length: int) -> bool:
         """Whether the state of a row of `length` tokens holds all its earlier states."""
         return all(layer.can_cut(length) for layer in self.layers)
 
-    def cut(self, row: int, start: int, stop: int) -> list[LayerSnapshot | None]:
-        """What positions `start..stop` of a row added, by layer, copied out; None for layers that can't be cut at the row's length.
+    def cut(self, row: int, start: int, stop: int) -> list[LayerPart | None]:
+        """What positions `start..stop` of a row added, by layer, copied out; None for layers that can't be cut at the row's length. A whole
+        page is not copied but shared.
 
         Lazy, like `snapshot`. Raises `ValueError` for positions the row doesn't have.
         """
@@ -256,6 +289,9 @@ class BatchState:
         length = self.rows.lengths[row]
         if not 0 <= start < stop <= length:
             raise ValueError(f"positions {start}..{stop} are not within the row's {length} tokens")
+        if self.table is not None and not start % PAGE and stop - start == PAGE:
+            hold = self.table.held[row][start // PAGE].share(by_row=False)
+            return [layer.part(hold) for layer in self.layers if isinstance(layer, PagedLayer)]
         return [layer.cut(row, start, stop) if layer.can_cut(length) else None for layer in self.layers]
 
     def uncut(self, row: int) -> dict[int, LayerSnapshot]:
@@ -279,12 +315,13 @@ class BatchState:
         slack: int = DEFAULT_SLACK,
         mask_ndim: int = 4,
         coding: Coding | None = None,
+        pages: PagePool | None = None,
     ) -> BatchState:
         """A state of one row with the captured bits. The snapshot stays as it is and can be restored again.
 
         Raises `ValueError` if the snapshot's layers are not this model's, or hold another codec's words.
         """
-        state = cls(model, templates, pad_safe=pad_safe, slack=slack, mask_ndim=mask_ndim, coding=coding)
+        state = cls(model, templates, pad_safe=pad_safe, slack=slack, mask_ndim=mask_ndim, coding=coding, pages=pages)
         state._adopt(snapshot)
         return state
 
@@ -315,9 +352,15 @@ class BatchState:
             slack=self.slack,
             mask_ndim=self.mask_ndim,
             coding=self.coding,
+            pages=None if self.table is None else self.table.pool,
         )
 
     def _adopt(self, snapshot: RowSnapshot) -> None:
+        if self.table is not None:
+            self._adopt_pages(self.table, snapshot)
+            return
+        if snapshot.pages:
+            raise ValueError("the snapshot's tokens are in pages, this state has none")
         kinds = [layer.kind for layer in self.layers]
         if [layer.kind for layer in snapshot.layers] != kinds:
             raise ValueError(
@@ -326,6 +369,19 @@ class BatchState:
         self.rows.lengths = [snapshot.length]
         for layer, taken in zip(self.layers, snapshot.layers, strict=True):
             layer.restore(taken)
+
+    def _adopt_pages(self, table: PageTable, snapshot: RowSnapshot) -> None:
+        rest = snapshot.length - PAGE * len(snapshot.pages)
+        if rest > 0 and [layer.kind for layer in snapshot.layers] != [layer.kind for layer in self.layers]:
+            raise ValueError(
+                f"the snapshot's layers are not this model's: {len(snapshot.layers)} against {len(self.layers)} states"
+            )
+        writing = table.adopt(snapshot.pages, snapshot.length)
+        self.rows.lengths = [snapshot.length]
+        if rest > 0:
+            for layer, taken in zip(self.layers, snapshot.layers, strict=True):
+                if isinstance(layer, PagedLayer):
+                    layer.fill(writing, taken)
 
     def _must_be_closed(self) -> None:
         if self.rows.is_open:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import cast
 
 import mlx.core as mx
@@ -76,13 +76,20 @@ class FullLayer(LayerState):
             self._buffer.scatter(rows.slots(self._buffer.row_capacity), keys, values)
         return self.keys_and_values()
 
-    def in_place(self) -> KeysValues | None:
+    def in_place(self, mask: mx.array | str | None = None) -> KeysValues | None:
         """Whole buffers `[rows or more, heads, slots, dim]` with room for the open window, for a kernel that writes at the rows' lengths.
 
-        None before the first append. Nobody else reads these buffers beyond the rows' lengths: copies are made of what lies before, and a
-        snapshot's arrays are copied first. `advance_in_place` follows.
+        None before the first append, and for a `mask` that hides more than later positions. Nobody else reads these buffers beyond the
+        rows' lengths: copies are made of what lies before, and a snapshot's arrays are copied first. `advance_in_place` follows, or
+        `appended` with the kernel's arrays in place of these.
         """
         rows = self.rows
+        if isinstance(mask, str):
+            is_plain = mask == "causal"
+        else:
+            is_plain = rows.width == 1 if mask is None else mask is rows.known(_mask_key(self.mask_ndim))
+        if not is_plain:
+            return None
         if self._lone is None:
             if self._buffer.keys is None or self._buffer.values is None:
                 return None
@@ -99,6 +106,11 @@ class FullLayer(LayerState):
             own.write(0, 0, lone.keys[..., : lone.offset, :], lone.values[..., : lone.offset, :])
             lone.keys, lone.values, self._is_shared = own.keys, own.values, False
         return cast("KeysValues", (lone.keys, lone.values))
+
+    def appended(self, keys: mx.array, values: mx.array) -> None:
+        """`keys` and `values` are the buffers of `in_place` once a kernel has appended the open window."""
+        self.keys, self.values = keys, values
+        self.advance_in_place()
 
     def advance_in_place(self) -> None:
         """The kernel was given the buffers of `in_place` and appends the open window."""
@@ -259,4 +271,8 @@ def full_mask(
             mask = mask & (slots > queries - window_size)
         return mask if mask_ndim == 4 else mask[:, :, None]
 
-    return rows.memo(("full mask", window_size, mask_ndim), make)
+    return rows.memo(_mask_key(mask_ndim, window_size), make)
+
+
+def _mask_key(mask_ndim: int, window_size: int | None = None) -> Hashable:
+    return "full mask", window_size, mask_ndim

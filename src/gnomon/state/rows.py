@@ -101,6 +101,10 @@ class Rows:
             self._memo[key] = make()
         return self._memo[key]  # pyright: ignore[reportReturnType]
 
+    def known(self, key: Hashable) -> object:
+        """What was made under `key` in this forward, or None."""
+        return self._memo.get(key)
+
     @property
     def offsets(self) -> mx.array:
         """Row lengths before the open forward, int32 `[B]`."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import mlx.core as mx
+
+if TYPE_CHECKING:
+    from gnomon.state.paged.pool import Hold
 
 LayerKind = Literal["full", "sliding", "recurrent"]
 
@@ -23,6 +27,30 @@ class LayerSnapshot:
     kind: LayerKind
     arrays: dict[str, mx.array]
     numbers: dict[str, int]
+
+    @property
+    def owned(self) -> Sequence[mx.array]:
+        """Arrays that exist for this alone, to evaluate."""
+        return list(self.arrays.values())
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays.values())
+
+
+class LayerPart(Protocol):
+    """What the prefix cache keeps of a layer: a `LayerSnapshot`, or a share of a page that reads like one."""
+
+    @property
+    def kind(self) -> LayerKind: ...
+    @property
+    def arrays(self) -> Mapping[str, mx.array]: ...
+    @property
+    def numbers(self) -> Mapping[str, int]: ...
+    @property
+    def owned(self) -> Sequence[mx.array]: ...
+    @property
+    def nbytes(self) -> int: ...
 
 
 def shared(snapshot: LayerSnapshot, *names: str) -> list[mx.array]:
@@ -42,15 +70,20 @@ def refuse_coded(snapshot: LayerSnapshot) -> None:
 
 @dataclass(frozen=True)
 class RowSnapshot:
-    """All layers of one row after `length` tokens, the parts of composite layers one by one. It shares no memory with its batch."""
+    """All layers of one row after `length` tokens, the parts of composite layers one by one. It shares no memory with its batch.
+
+    Of a paged row `pages` hold the beginning, whole pages but for the last, which may hold more than the row has; `layers` then hold what
+    comes after them, and are empty if nothing does.
+    """
 
     length: int
     layers: tuple[LayerSnapshot, ...]
+    pages: tuple[Hold, ...] = ()
 
     def arrays(self) -> list[mx.array]:
         """What to evaluate."""
         return [array for layer in self.layers for array in layer.arrays.values()]
 
     def nbytes(self) -> int:
-        """Bytes of all arrays."""
+        """Bytes of all arrays. Pages are others' too and not counted."""
         return sum(array.nbytes for array in self.arrays())

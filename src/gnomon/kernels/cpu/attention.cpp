@@ -8,40 +8,11 @@ constexpr int BLOCK_OF_KEYS = 64;   // converted or read at a time: they stay in
 constexpr int MOST_QUERIES = 64;       // of queries whose scores are held at a time
 constexpr int64_t SHARE_ATTENTION_FROM = 200'000;
 
-struct Head {
-  const char* data;
-  Type type;
-  int64_t batch, head, position, step;
-  explicit Head(const mx::array& a) : data(a.data<char>()), type(type_of(a.dtype())), batch(a.strides(0)), head(a.strides(1)), position(a.strides(2)), step(a.strides(3)) {}
-  const char* at(int64_t b, int64_t h, int64_t i) const { return data + (b * batch + h * head + i * position) * static_cast<int64_t>(type_size(type)); }
-  bool direct(int d) const { return type == F32 && step == 1 && d % 16 == 0; }
-};
-
-struct Job {
-  Head q, k, v;
-  int batch, q_heads, k_heads, queries, keys, d, dv;
-  float scale;
-  int kind, window;
-  const char* mask = nullptr;
-  Type mask_type = F32;
-  int64_t mb = 0, mh = 0, mq = 0, mk = 0;
-  const int32_t* starts = nullptr;
-  const int32_t* order = nullptr;  // [batch, keys], else keys are walked as they lie
-  int slot(int b, int c) const { return order ? order[static_cast<int64_t>(b) * keys + c] : c; }
-  const char* sinks = nullptr;
-  Type sink_type = F32;
-  char* out;
-  Type out_type;
-  int dp() const { return (d + 15) / 16 * 16; }
-  int dvp() const { return (dv + 15) / 16 * 16; }
-  int rep() const { return q_heads / k_heads; }
-};
-
 // Keys [low, high) that row t (position t / rep, head t % rep of the group) may see at all.
 struct Range {
   int low, high;
 };
-Range visible(const Job& j, int b, int h, int i, float* added) {
+Range visible(const AttentionJob& j, int b, int h, int i, float* added) {
   if (j.kind == MASK_NONE) return {0, j.keys};
   if (j.kind == MASK_CAUSAL) {
     const int64_t at = (j.starts ? j.starts[b] : j.keys - j.queries) + static_cast<int64_t>(i);
@@ -67,7 +38,7 @@ Range visible(const Job& j, int b, int h, int i, float* added) {
   return low < high ? Range{low, high} : Range{0, 0};
 }
 
-const float* block_of(const Job& j, const Table& t, const Head& x, int b, int h, int from, int some, int d, int dp, float* room, int64_t& pitch) {
+const float* block_of(const AttentionJob& j, const Table& t, const Head& x, int b, int h, int from, int some, int d, int dp, float* room, int64_t& pitch) {
   bool together = true;
   for (int i = 1; j.order && together && i < some; i++) together = j.slot(b, from + i) == j.slot(b, from) + i;
   if (together && x.direct(d)) {
@@ -84,49 +55,63 @@ const float* block_of(const Job& j, const Table& t, const Head& x, int b, int h,
   return room;
 }
 
-// Rows [t0, t1) of a group of heads that share keys: t is position * rep + head.
-void rows_of_group(const Job& j, int b, int hk, int t0, int t1) {
-  const Table& t = table();
-  const int rep = j.rep(), dp = j.dp(), dvp = j.dvp(), rows = t1 - t0;
-  const int64_t lds = (j.keys + 15) / 16 * 16 + 16;
-  float* memory = scratch<1>(static_cast<size_t>(rows) * (dp + dvp + 2 * lds) + static_cast<size_t>(BLOCK_OF_KEYS) * std::max(dp, dvp) + 64);
-  float *q = memory, *o = q + static_cast<size_t>(rows) * dp, *s = o + static_cast<size_t>(rows) * dvp, *added = s + static_cast<size_t>(rows) * lds;
-  float* room = added + static_cast<size_t>(rows) * lds;
+// Rows [t0, t0 + rows) of a group of heads that share keys: t is position * rep + head. Scores may be taken for some keys after others, and
+// values for some columns: an output is the same however that is shared out.
+struct Group {
+  const AttentionJob& j;
+  const Table& t;
+  int b, hk, t0, rows;
+  int low, high;  // keys that some row sees
+  int64_t lds;
+  float *q, *o, *s, *added;
   Range range[MOST_QUERIES];
-  int low = j.keys, high = 0;
-  const bool array = j.kind == MASK_BOOLEAN || j.kind == MASK_ADDITIVE;
-  for (int r = 0; r < rows; r++) {
-    const int i = (t0 + r) / rep, h = hk * rep + (t0 + r) % rep;
-    float* to = q + static_cast<size_t>(r) * dp;
-    const float* row = widen(t, j.q.at(b, h, i), j.q.type, j.q.step, j.d, to);
-    if (row != to) std::memcpy(to, row, static_cast<size_t>(j.d) * 4);
-    for (int c = j.d; c < dp; c++) to[c] = 0;
-    range[r] = visible(j, b, h, i, added + r * lds);
-    if (range[r].low < range[r].high) {
-      low = std::min(low, range[r].low);
-      high = std::max(high, range[r].high);
+  float inverse[MOST_QUERIES];
+
+  static size_t floats(const AttentionJob& j, int rows) { return static_cast<size_t>(rows) * (j.dp() + j.dvp() + 2 * pitch(j)); }
+  static int64_t pitch(const AttentionJob& j) { return (j.keys + 15) / 16 * 16 + 16; }
+  static size_t room_floats(const AttentionJob& j) { return static_cast<size_t>(BLOCK_OF_KEYS) * std::max(j.dp(), j.dvp()) + 64; }
+
+  Group(const AttentionJob& j, int b, int hk, int t0, int rows, float* memory)
+      : j(j), t(table()), b(b), hk(hk), t0(t0), rows(rows), low(j.keys), high(0), lds(pitch(j)), q(memory), o(q + static_cast<size_t>(rows) * j.dp()),
+        s(o + static_cast<size_t>(rows) * j.dvp()), added(s + static_cast<size_t>(rows) * lds) {
+    const int dp = j.dp();
+    for (int r = 0; r < rows; r++) {
+      const int i = (t0 + r) / j.rep(), h = head(r);
+      float* to = q + static_cast<size_t>(r) * dp;
+      const float* row = widen(t, j.q.at(b, h, i), j.q.type, j.q.step, j.d, to);
+      if (row != to) std::memcpy(to, row, static_cast<size_t>(j.d) * 4);
+      for (int c = j.d; c < dp; c++) to[c] = 0;
+      range[r] = visible(j, b, h, i, added + r * lds);
+      if (range[r].low < range[r].high) {
+        low = std::min(low, range[r].low);
+        high = std::max(high, range[r].high);
+      }
+    }
+    std::memset(o, 0, static_cast<size_t>(rows) * j.dvp() * 4);
+  }
+  int head(int r) const { return hk * j.rep() + (t0 + r) % j.rep(); }
+
+  void score(int from, int end, float* room) {
+    const int dp = j.dp();
+    for (int k0 = from; k0 < end; k0 += BLOCK_OF_KEYS) {
+      const int some = std::min(BLOCK_OF_KEYS, end - k0);
+      int first = 0, last = rows;  // rows that see something of this block
+      while (first < last && (range[first].high <= k0 || range[first].low >= k0 + some)) first++;
+      while (last > first && (range[last - 1].high <= k0 || range[last - 1].low >= k0 + some)) last--;
+      if (first == last) continue;
+      int64_t pitch;
+      const float* keys = block_of(j, t, j.k, b, hk, k0, some, j.d, dp, room, pitch);
+      t.scores(q + static_cast<size_t>(first) * dp, dp, last - first, keys, pitch, some, dp, j.scale, s + first * lds + k0, lds);
     }
   }
-  std::memset(o, 0, static_cast<size_t>(rows) * dvp * 4);
-  for (int k0 = low; k0 < high; k0 += BLOCK_OF_KEYS) {
-    const int some = std::min(BLOCK_OF_KEYS, high - k0);
-    int first = 0, last = rows;  // rows that see something of this block
-    while (first < last && (range[first].high <= k0 || range[first].low >= k0 + some)) first++;
-    while (last > first && (range[last - 1].high <= k0 || range[last - 1].low >= k0 + some)) last--;
-    if (first == last) continue;
-    int64_t pitch;
-    const float* keys = block_of(j, t, j.k, b, hk, k0, some, j.d, dp, room, pitch);
-    t.scores(q + static_cast<size_t>(first) * dp, dp, last - first, keys, pitch, some, dp, j.scale, s + first * lds + k0, lds);
-  }
-  float inverse[MOST_QUERIES];
-  for (int r = 0; r < rows; r++) {
+  void weights(int r) {
     float* row = s + r * lds;
     const auto [l, h] = range[r];
-    if (array)
+    if (j.kind == MASK_BOOLEAN || j.kind == MASK_ADDITIVE)
       for (int c = l; c < h; c++) row[c] = added[r * lds + c] == -INFINITY ? -INFINITY : row[c] + added[r * lds + c];
     float m = l < h ? t.row_max(row + l, h - l) : -INFINITY, sink = 0;
     if (j.sinks) {
-      t.to_f32(j.sinks + static_cast<int64_t>(hk * rep + (t0 + r) % rep) * static_cast<int64_t>(type_size(j.sink_type)), j.sink_type, 1, &sink);
+      t.to_f32(j.sinks + static_cast<int64_t>(head(r)) * static_cast<int64_t>(type_size(j.sink_type)), j.sink_type, 1, &sink);
       m = sink > m ? sink : m;
     }
     inverse[r] = 0;
@@ -138,45 +123,86 @@ void rows_of_group(const Job& j, int b, int hk, int t0, int t1) {
       for (int c = l; c < h; c++) row[c] = 0;
     }
   }
-  for (int k0 = low; k0 < high; k0 += BLOCK_OF_KEYS) {
-    const int some = std::min(BLOCK_OF_KEYS, high - k0);
-    int64_t pitch = 0;
-    const float* values = nullptr;
-    for (int r = 0; r < rows;) {
-      const int l = std::max(range[r].low, k0), h = std::min(range[r].high, k0 + some);
-      if (l >= h) {
-        r++;
-        continue;
+  // Columns [c0, c1) of the outputs, c0 a multiple of 16.
+  void values(int c0, int c1, float* room) {
+    const int dvp = j.dvp(), wide = (c1 - c0 + 15) / 16 * 16;
+    Head v = j.v;
+    v.data += c0 * v.step * static_cast<int64_t>(type_size(v.type));
+    for (int k0 = low; k0 < high; k0 += BLOCK_OF_KEYS) {
+      const int some = std::min(BLOCK_OF_KEYS, high - k0);
+      int64_t pitch = 0;
+      const float* block = nullptr;
+      for (int r = 0; r < rows;) {
+        const int l = std::max(range[r].low, k0), h = std::min(range[r].high, k0 + some);
+        if (l >= h) {
+          r++;
+          continue;
+        }
+        int same = 1;  // rows beside it that see the same part of the block
+        while (r + same < rows && std::max(range[r + same].low, k0) == l && std::min(range[r + same].high, k0 + some) == h) same++;
+        if (!block) block = block_of(j, t, v, b, hk, k0, some, c1 - c0, wide, room, pitch);
+        t.weigh(s + r * lds + l, lds, same, block + (l - k0) * pitch, pitch, h - l, wide, o + static_cast<size_t>(r) * dvp + c0, dvp);
+        r += same;
       }
-      int same = 1;  // rows beside it that see the same part of the block
-      while (r + same < rows && std::max(range[r + same].low, k0) == l && std::min(range[r + same].high, k0 + some) == h) same++;
-      if (!values) values = block_of(j, t, j.v, b, hk, k0, some, j.dv, dvp, room, pitch);
-      t.weigh(s + r * lds + l, lds, same, values + (l - k0) * pitch, pitch, h - l, dvp, o + static_cast<size_t>(r) * dvp, dvp);
-      r += same;
+    }
+    for (int r = 0; r < rows; r++) {
+      const int64_t i = (t0 + r) / j.rep();
+      float* row = o + static_cast<size_t>(r) * dvp + c0;
+      t.scale_row(row, c1 - c0, inverse[r]);
+      const int64_t at = ((b * static_cast<int64_t>(j.queries) + i) * j.q_heads + head(r)) * j.dv + c0;
+      t.from_f32(row, j.out_type, c1 - c0, j.out + at * static_cast<int64_t>(type_size(j.out_type)));
     }
   }
-  for (int r = 0; r < rows; r++) {
-    const int64_t i = (t0 + r) / rep, h = hk * rep + (t0 + r) % rep;
-    float* row = o + static_cast<size_t>(r) * dvp;
-    t.scale_row(row, j.dv, inverse[r]);
-    t.from_f32(row, j.out_type, j.dv, j.out + ((b * static_cast<int64_t>(j.queries) + i) * j.q_heads + h) * j.dv * static_cast<int64_t>(type_size(j.out_type)));
-  }
+};
+
+void rows_of_group(const AttentionJob& j, int b, int hk, int t0, int t1) {
+  float* memory = scratch<1>(Group::floats(j, t1 - t0) + Group::room_floats(j));
+  Group group(j, b, hk, t0, t1 - t0, memory);
+  float* room = memory + Group::floats(j, t1 - t0);
+  group.score(group.low, group.high, room);
+  for (int r = 0; r < group.rows; r++) group.weights(r);
+  group.values(0, j.dv, room);
 }
 
-void run(const Job& j) {
-  const int total = j.queries * j.rep();
-  const int64_t work = static_cast<int64_t>(j.batch) * j.k_heads * total * j.keys * (j.d + j.dv);
+// Few rows over many keys: the keys of every group are shared out, then its rows, then its columns.
+void share_keys(const AttentionJob& j, Pool& workers) {
+  constexpr int KEYS = 4 * BLOCK_OF_KEYS, COLUMNS = 32;
+  const int rows = j.queries * j.rep(), count = j.batch * j.k_heads;
+  const size_t each = Group::floats(j, rows);
+  float* memory = scratch<1>(each * count);
+  std::vector<Group> groups;
+  groups.reserve(count);
+  for (int g = 0; g < count; g++) groups.emplace_back(j, g / j.k_heads, g % j.k_heads, 0, rows, memory + each * g);
+  const int stretches = (j.keys + KEYS - 1) / KEYS, columns = (j.dv + COLUMNS - 1) / COLUMNS;
+  workers.run(count * stretches, [&](int n) {
+    Group& group = groups[n / stretches];
+    const int from = std::max(group.low, n % stretches * KEYS), end = std::min(group.high, (n % stretches + 1) * KEYS);
+    if (from < end) group.score(from, end, scratch<2>(Group::room_floats(j)));
+  });
+  workers.run(count * rows, [&](int n) { groups[n / rows].weights(n % rows); });
+  workers.run(count * columns, [&](int n) {
+    const int from = n % columns * COLUMNS;
+    groups[n / columns].values(from, std::min(j.dv, from + COLUMNS), scratch<2>(Group::room_floats(j)));
+  });
+}
+
+}  // namespace
+
+void attend(const AttentionJob& j) {
+  const int total = j.queries * j.rep(), groups = j.batch * j.k_heads;
+  const int64_t work = static_cast<int64_t>(groups) * total * j.keys * (j.d + j.dv);
   auto workers = pool();
+  if (workers->size() > 1 && total <= 16 && groups < 4 * workers->size() && groups % workers->size() && work >= 4 * SHARE_ATTENTION_FROM) return share_keys(j, *workers);
   // Rows at a time: few enough for all threads to have work, and for the scores to stay in the second-level cache.
   int per = std::min(MOST_QUERIES, total);
   per = std::min<int64_t>(per, std::max<int64_t>(4, 131072 / (j.keys + 1)));
-  if (j.batch * j.k_heads < 2 * workers->size()) per = std::min(per, std::max(4, (total + workers->size() - 1) / workers->size()));
+  if (groups < 2 * workers->size()) per = std::min(per, std::max(4, (total + workers->size() - 1) / workers->size()));
   per = std::max(1, std::min(per, total));
   if (per > j.rep()) per = per / j.rep() * j.rep();
-  const int sets = (total + per - 1) / per, tasks = j.batch * j.k_heads * sets;
+  const int sets = (total + per - 1) / per, tasks = groups * sets;
   auto one = [&](int n) {
     n = tasks - 1 - n;  // causal: the longest first
-    const int set = n / (j.batch * j.k_heads), g = n % (j.batch * j.k_heads);
+    const int set = n / groups, g = n % groups;
     rows_of_group(j, g / j.k_heads, g % j.k_heads, set * per, std::min(total, (set + 1) * per));
   };
   if (work < SHARE_ATTENTION_FROM)
@@ -184,6 +210,7 @@ void run(const Job& j) {
   else workers->run(tasks, one);
 }
 
+namespace {
 class Attention : public Native {
  public:
   Attention(mx::Stream s, float scale, int kind, int window, bool starts, bool sinks, bool order)
@@ -203,7 +230,7 @@ class Attention : public Native {
     flags.col_contiguous = out.size() <= 1 || (dv == 1 && heads * length * out.shape(0) <= 1);
     out.set_data(mx::allocator::malloc(out.nbytes()), out.size(), strides, flags);
     if (out.size() == 0) return;
-    Job j{Head(q), Head(k), Head(v), q.shape(0), q.shape(1), k.shape(1), q.shape(2), k.shape(2), q.shape(3), v.shape(3), scale_, kind_, window_};
+    AttentionJob j{Head(q), Head(k), Head(v), q.shape(0), q.shape(1), k.shape(1), q.shape(2), k.shape(2), q.shape(3), v.shape(3), scale_, kind_, window_};
     size_t next = 3;
     std::optional<Packed> starts, sinks, order;
     if (kind_ >= MASK_BOOLEAN) {
@@ -221,7 +248,7 @@ class Attention : public Native {
       if (starts) j.starts = reinterpret_cast<const int32_t*>(starts->data());
       if (sinks) j.sinks = sinks->data();
       if (order) j.order = reinterpret_cast<const int32_t*>(order->data());
-      run(j);
+      attend(j);
     });
   }
 

@@ -8,6 +8,39 @@ namespace gnomon {
 // `first` being starts[b], or keys - queries without starts. BOOLEAN and ADDITIVE: an array that broadcasts to [B, heads, queries, keys].
 enum MaskKind : int { MASK_NONE = 0, MASK_CAUSAL = 1, MASK_BOOLEAN = 2, MASK_ADDITIVE = 3 };
 
+// Rows [batch, head, position] of an array or of plain memory.
+struct Head {
+  const char* data;
+  Type type;
+  int64_t batch, head, position, step;
+  Head(const char* p, Type t, int64_t b, int64_t h, int64_t i) : data(p), type(t), batch(b), head(h), position(i), step(1) {}
+  explicit Head(const mx::array& a) : data(a.data<char>()), type(type_of(a.dtype())), batch(a.strides(0)), head(a.strides(1)), position(a.strides(2)), step(a.strides(3)) {}
+  const char* at(int64_t b, int64_t h, int64_t i) const { return data + (b * batch + h * head + i * position) * static_cast<int64_t>(type_size(type)); }
+  bool direct(int d) const { return type == F32 && step == 1 && d % 16 == 0; }
+};
+
+// What an attention computes, with everything evaluated.
+struct AttentionJob {
+  Head q, k, v;
+  int batch, q_heads, k_heads, queries, keys, d, dv;
+  float scale;
+  int kind, window;
+  const char* mask = nullptr;
+  Type mask_type = F32;
+  int64_t mb = 0, mh = 0, mq = 0, mk = 0;
+  const int32_t* starts = nullptr;
+  const int32_t* order = nullptr;  // [batch, keys], else keys are walked as they lie
+  int slot(int b, int c) const { return order ? order[static_cast<int64_t>(b) * keys + c] : c; }
+  const char* sinks = nullptr;
+  Type sink_type = F32;
+  char* out;
+  Type out_type;
+  int dp() const { return (d + 15) / 16 * 16; }
+  int dvp() const { return (dv + 15) / 16 * 16; }
+  int rep() const { return q_heads / k_heads; }
+};
+void attend(const AttentionJob& j);
+
 // softmax(scale * q k^T + mask) v for q [B, Hq, L, D], k [B, Hk, S, D], v [B, Hk, S, Dv]; a row that sees no key gives zeros.
 // `order` [B, S] or [1, S], a permutation in each row, is the order in which keys are added up: the c-th one is k[b, :, order[b, c]]. Causal masks
 // count in that order; arrays of masks lie as the keys do.

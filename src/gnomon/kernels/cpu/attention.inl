@@ -39,10 +39,14 @@ static void scores(const float* q, int64_t ldq, int rows, const float* k, int64_
     for (int r = 0; r < rows;) {
       float few[R * 4];
       const bool whole = some == 4;
-      const int take = rows - r >= R ? R : 1;
+      const int take = rows - r >= R ? R : rows - r;
       if (whole) {
-        if (take == R) scores_tile<R>(q + r * ldq, ldq, k + i * ldk, ldk, d, scale, s + r * lds + i, lds);
-        else scores_tile<1>(q + r * ldq, ldq, k + i * ldk, ldk, d, scale, s + r * lds + i, lds);
+        const float *qr = q + r * ldq, *kr = k + i * ldk;
+        float* to = s + r * lds + i;
+        if (take == R) scores_tile<R>(qr, ldq, kr, ldk, d, scale, to, lds);
+        else if (R > 3 && take == 3) scores_tile<(R > 3 ? 3 : 1)>(qr, ldq, kr, ldk, d, scale, to, lds);
+        else if (R > 2 && take == 2) scores_tile<(R > 2 ? 2 : 1)>(qr, ldq, kr, ldk, d, scale, to, lds);
+        else scores_tile<1>(qr, ldq, kr, ldk, d, scale, to, lds);
       } else {
         for (int c = 0; c < some; c++)
           for (int t = 0; t < take; t++) {
@@ -77,21 +81,21 @@ template <int R, int C> INLINE void weigh_tile(const float* p, int64_t ldp, cons
 #pragma GCC unroll 4
     for (int c = 0; c < C; c++) store(o + r * ldo + c * W, acc[r][c]);
 }
+template <int R> static void weigh_rows(const float* p, int64_t ldp, const float* v, int64_t ldv, int keys, int d, float* o, int64_t ldo) {
+  constexpr int C = W == 4 ? 4 : W == 8 ? 2 : 4;
+  int c = 0;
+  for (; c + C * W <= d; c += C * W) weigh_tile<R, C>(p, ldp, v + c, ldv, keys, o + c, ldo);
+  if (C > 2 && c + 2 * W <= d) {
+    weigh_tile<R, 2>(p, ldp, v + c, ldv, keys, o + c, ldo);
+    c += 2 * W;
+  }
+  for (; c < d; c += W) weigh_tile<R, 1>(p, ldp, v + c, ldv, keys, o + c, ldo);
+}
 // o[r] += sum over i of p[r * ldp + i] * v[i], one key after the other.
 static void weigh(const float* p, int64_t ldp, int rows, const float* v, int64_t ldv, int keys, int d, float* o, int64_t ldo) {
-  constexpr int C = W == 4 ? 4 : W == 8 ? 2 : 4;
-  for (int r = 0; r < rows;) {
-    const int take = rows - r >= 4 ? 4 : 1;
-    int c = 0;
-    for (; c + C * W <= d; c += C * W) {
-      if (take == 4) weigh_tile<4, C>(p + r * ldp, ldp, v + c, ldv, keys, o + r * ldo + c, ldo);
-      else weigh_tile<1, C>(p + r * ldp, ldp, v + c, ldv, keys, o + r * ldo + c, ldo);
-    }
-    for (; c < d; c += W) {
-      if (take == 4) weigh_tile<4, 1>(p + r * ldp, ldp, v + c, ldv, keys, o + r * ldo + c, ldo);
-      else weigh_tile<1, 1>(p + r * ldp, ldp, v + c, ldv, keys, o + r * ldo + c, ldo);
-    }
-    r += take;
-  }
+  for (; rows >= 4; rows -= 4, p += 4 * ldp, o += 4 * ldo) weigh_rows<4>(p, ldp, v, ldv, keys, d, o, ldo);
+  if (rows == 3) weigh_rows<3>(p, ldp, v, ldv, keys, d, o, ldo);
+  if (rows == 2) weigh_rows<2>(p, ldp, v, ldv, keys, d, o, ldo);
+  if (rows == 1) weigh_rows<1>(p, ldp, v, ldv, keys, d, o, ldo);
 }
 }  // namespace gnomon::GNOMON_ISA

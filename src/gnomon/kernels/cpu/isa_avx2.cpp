@@ -1,6 +1,7 @@
 #define GNOMON_ISA isa_avx2
 #include "simd_avx2.h"
 #include "linear.inl"
+#include "integer.inl"
 #include "pointwise.inl"
 #include "attention.inl"
 #include "recurrent.inl"

@@ -1,6 +1,7 @@
 #define GNOMON_ISA isa_portable
 #include "simd_vector.h"
 #include "linear.inl"
+#include "integer.inl"
 #include "pointwise.inl"
 #include "attention.inl"
 #include "recurrent.inl"

@@ -29,7 +29,10 @@ INLINE int place(Codec codec, int j, int l) {
   return 16 * j + l;
 }
 
+static void arrange_integer(const void* x, Type type, int64_t stride, int k, Codec codec, float* row);
+
 static void arrange(const void* x, Type type, int64_t stride, int k, Codec codec, float* tile, int rows, int i) {
+  if (codec == I4 || codec == I8) return arrange_integer(x, type, stride, k, codec, tile + (size_t)i * k);
   const bool spread = codec == Q4 || codec == Q2;
   int order[BLOCK];
   if (spread)
@@ -309,6 +312,8 @@ static void multiply_all(const Weights& w, int n0, int n1, const float* x, int r
   }
 }
 
+template <int BITS> static void multiply_integer(const Weights& w, int n0, int n1, const float* x, int rows, float* y, int64_t ldy, float* scratch);
+
 static void multiply(const Weights& w, int n0, int n1, const float* x, int rows, float* y, int64_t ldy, float* scratch) {
   switch (w.codec) {
     case Q2: return multiply_all<Q2>(w, n0, n1, x, rows, y, ldy, scratch);
@@ -317,6 +322,8 @@ static void multiply(const Weights& w, int n0, int n1, const float* x, int rows,
     case Q5: return multiply_all<Q5>(w, n0, n1, x, rows, y, ldy, scratch);
     case Q6: return multiply_all<Q6>(w, n0, n1, x, rows, y, ldy, scratch);
     case Q8: return multiply_all<Q8>(w, n0, n1, x, rows, y, ldy, scratch);
+    case I4: return multiply_integer<4>(w, n0, n1, x, rows, y, ldy, scratch);
+    case I8: return multiply_integer<8>(w, n0, n1, x, rows, y, ldy, scratch);
     case D_F16: return multiply_all<D_F16>(w, n0, n1, x, rows, y, ldy, scratch);
     case D_BF16: return multiply_all<D_BF16>(w, n0, n1, x, rows, y, ldy, scratch);
     case D_F32: return multiply_all<D_F32>(w, n0, n1, x, rows, y, ldy, scratch);

@@ -132,17 +132,19 @@ void multiply_rows(const Rows& x, std::vector<Product>& products) {
 }
 
 namespace {
-Weights quantised(const char* w, const char* scales, const char* biases, int k, int group, int bits, Type scale_type) {
-  return Weights{reinterpret_cast<const uint8_t*>(w), scales, biases, static_cast<int64_t>(k) * bits / 8, k, group, static_cast<Codec>(bits), scale_type};
+// The integer path takes 4 and 8 bits; the others stay float.
+Weights quantised(const char* w, const char* scales, const char* biases, int k, int group, int bits, Type scale_type, bool integer = false) {
+  const Codec codec = integer && bits == 4 ? I4 : integer && bits == 8 ? I8 : static_cast<Codec>(bits);
+  return Weights{reinterpret_cast<const uint8_t*>(w), scales, biases, static_cast<int64_t>(k) * bits / 8, k, group, codec, scale_type};
 }
 
 class QuantizedMatmul : public Native {
  public:
-  QuantizedMatmul(mx::Stream s, int group, int bits) : Native(s), group_(group), bits_(bits) {}
+  QuantizedMatmul(mx::Stream s, int group, int bits, bool integer) : Native(s), group_(group), bits_(bits), integer_(integer) {}
   const char* name() const override { return "GnomonQuantizedMatmul"; }
   bool is_equivalent(const mx::Primitive& o) const override {
     auto& q = static_cast<const QuantizedMatmul&>(o);
-    return q.group_ == group_ && q.bits_ == bits_;
+    return q.group_ == group_ && q.bits_ == bits_ && q.integer_ == integer_;
   }
   std::vector<mx::Shape> output_shapes(const std::vector<mx::array>& in) override {
     auto s = in[0].shape();
@@ -153,15 +155,16 @@ class QuantizedMatmul : public Native {
     allocate(out);
     if (out.size() == 0) return;
     dispatch(name(), stream(), [x = Rows(in[0]), w = Packed(in[1]), s = Packed(in[2]), b = Packed(in[3]), n = in[1].shape(0), group = group_, bits = bits_,
-                        st = type_of(in[2].dtype()), to = out.data<char>(), ot = type_of(out.dtype())]() mutable {
+                        integer = integer_, st = type_of(in[2].dtype()), to = out.data<char>(), ot = type_of(out.dtype())]() mutable {
       std::vector<Product> products;
-      products.push_back({quantised(w.data(), s.data(), b.data(), x.width, group, bits, st), n, to, ot, n});
+      products.push_back({quantised(w.data(), s.data(), b.data(), x.width, group, bits, st, integer), n, to, ot, n});
       multiply_rows(x, products);
     });
   }
 
  private:
   int group_, bits_;
+  bool integer_;
 };
 
 // Pairs of a row block of x and a matrix, gathered by matrix; `make(e)` gives the product with matrix e.
@@ -186,22 +189,22 @@ template <class F> std::vector<Product> by_expert(const uint32_t* lhs, const uin
 
 class GatherQmm : public Native {
  public:
-  GatherQmm(mx::Stream s, int group, int bits) : Native(s), group_(group), bits_(bits) {}
+  GatherQmm(mx::Stream s, int group, int bits, bool integer) : Native(s), group_(group), bits_(bits), integer_(integer) {}
   const char* name() const override { return "GnomonGatherQmm"; }
   bool is_equivalent(const mx::Primitive& o) const override {
     auto& q = static_cast<const GatherQmm&>(o);
-    return q.group_ == group_ && q.bits_ == bits_;
+    return q.group_ == group_ && q.bits_ == bits_ && q.integer_ == integer_;
   }
   // inputs: x [..., M, K], w [E, N, packed], scales, biases, lhs [...] and rhs [...] of equal shape (uint32)
   void eval_cpu(const std::vector<mx::array>& in, mx::array& out) override {
     allocate(out);
     if (out.size() == 0) return;
     dispatch(name(), stream(), [x = Rows(in[0]), w = Packed(in[1]), s = Packed(in[2]), b = Packed(in[3]), lhs = Packed(in[4]), rhs = Packed(in[5]),
-                        pairs = static_cast<int64_t>(in[5].size()), m = in[0].shape(-2), experts = in[1].shape(0), n = in[1].shape(1), group = group_, bits = bits_,
+                        pairs = static_cast<int64_t>(in[5].size()), m = in[0].shape(-2), experts = in[1].shape(0), n = in[1].shape(1), group = group_, bits = bits_, integer = integer_,
                         st = type_of(in[2].dtype()), to = out.data<char>(), ot = type_of(out.dtype())]() mutable {
       const int64_t row_bytes = static_cast<int64_t>(x.width) * bits / 8, scale_row = static_cast<int64_t>(x.width / group) * static_cast<int64_t>(type_size(st));
       auto products = by_expert(reinterpret_cast<const uint32_t*>(lhs.data()), reinterpret_cast<const uint32_t*>(rhs.data()), pairs, m, experts, [&](int64_t e) {
-        return Product{quantised(w.data() + e * n * row_bytes, s.data() + e * n * scale_row, b.data() + e * n * scale_row, x.width, group, bits, st), n, to, ot, n};
+        return Product{quantised(w.data() + e * n * row_bytes, s.data() + e * n * scale_row, b.data() + e * n * scale_row, x.width, group, bits, st, integer), n, to, ot, n};
       });
       multiply_rows(x, products);
     });
@@ -209,6 +212,7 @@ class GatherQmm : public Native {
 
  private:
   int group_, bits_;
+  bool integer_;
 };
 
 class GatherMm : public Native {
@@ -304,11 +308,11 @@ class DenseMatmul : public Native {
 };
 }  // namespace
 
-mx::array quantized_matmul(const mx::array& x, const mx::array& w, const mx::array& scales, const mx::array& biases, int group, int bits, mx::StreamOrDevice s) {
+mx::array quantized_matmul(const mx::array& x, const mx::array& w, const mx::array& scales, const mx::array& biases, int group, int bits, bool integer, mx::StreamOrDevice s) {
   auto stream = mx::to_stream(s);
   auto shape = x.shape();
   shape.back() = w.shape(0);
-  return mx::array(std::move(shape), mx::result_type(x, scales), std::make_shared<QuantizedMatmul>(stream, group, bits), {x, w, scales, biases});
+  return mx::array(std::move(shape), mx::result_type(x, scales), std::make_shared<QuantizedMatmul>(stream, group, bits, integer), {x, w, scales, biases});
 }
 
 namespace {
@@ -324,13 +328,13 @@ std::pair<mx::array, mx::array> pairs_of(const mx::array& x, const std::optional
 }  // namespace
 
 mx::array gather_qmm(const mx::array& x, const mx::array& w, const mx::array& scales, const mx::array& biases, const std::optional<mx::array>& lhs,
-                     const mx::array& rhs, int group, int bits, mx::StreamOrDevice s) {
+                     const mx::array& rhs, int group, int bits, bool integer, mx::StreamOrDevice s) {
   auto stream = mx::to_stream(s);
   auto [left, right] = pairs_of(x, lhs, rhs, stream);
   auto shape = right.shape();
   shape.push_back(x.shape(-2));
   shape.push_back(w.shape(1));
-  return mx::array(std::move(shape), mx::result_type(x, scales), std::make_shared<GatherQmm>(stream, group, bits), {x, w, scales, biases, left, right});
+  return mx::array(std::move(shape), mx::result_type(x, scales), std::make_shared<GatherQmm>(stream, group, bits, integer), {x, w, scales, biases, left, right});
 }
 
 mx::array gather_mm(const mx::array& x, const mx::array& b, const std::optional<mx::array>& lhs, const mx::array& rhs, mx::StreamOrDevice s) {
@@ -362,7 +366,7 @@ void Projection::push(std::vector<mx::array>& in) const {
   if (bias) in.push_back(*bias);
 }
 
-Operands::Operands(const Projection& p, const std::vector<mx::array>& in, size_t& next) : n(p.outputs()), k_(p.inputs()), group_(p.group), bits_(p.bits), type_(type_of(p.type())) {
+Operands::Operands(const Projection& p, const std::vector<mx::array>& in, size_t& next) : n(p.outputs()), k_(p.inputs()), group_(p.group), bits_(p.bits), integer_(p.integer), type_(type_of(p.type())) {
   w_.emplace(in[next++]);
   if (p.scales) {
     scales_.emplace(in[next++]);
@@ -374,7 +378,7 @@ Operands::Operands(const Projection& p, const std::vector<mx::array>& in, size_t
   }
 }
 Weights Operands::weights() {
-  if (scales_) return quantised(w_->data(), scales_->data(), biases_->data(), k_, group_, bits_, type_);
+  if (scales_) return quantised(w_->data(), scales_->data(), biases_->data(), k_, group_, bits_, type_, integer_);
   return Weights{reinterpret_cast<const uint8_t*>(w_->data()), nullptr, nullptr, static_cast<int64_t>(k_ * type_size(type_)), k_, BLOCK,
                  type_ == F32 ? D_F32 : type_ == F16 ? D_F16 : D_BF16, F32};
 }

@@ -4,11 +4,11 @@
 
 namespace gnomon {
 
-// y = x @ w.T for affine-quantised w [N, K * bits / 32]. Falls back to nothing: the caller has checked `supports`.
-mx::array quantized_matmul(const mx::array& x, const mx::array& w, const mx::array& scales, const mx::array& biases, int group, int bits, mx::StreamOrDevice s);
+// y = x @ w.T for affine-quantised w [N, K * bits / 32]; `integer` multiplies 4- and 8-bit codes by x rounded to 8 bits.
+mx::array quantized_matmul(const mx::array& x, const mx::array& w, const mx::array& scales, const mx::array& biases, int group, int bits, bool integer, mx::StreamOrDevice s);
 // As mlx's gather_qmm with transpose: out[..., :, n] = x[lhs] @ w[rhs].T.
 mx::array gather_qmm(const mx::array& x, const mx::array& w, const mx::array& scales, const mx::array& biases, const std::optional<mx::array>& lhs,
-                     const mx::array& rhs, int group, int bits, mx::StreamOrDevice s);
+                     const mx::array& rhs, int group, int bits, bool integer, mx::StreamOrDevice s);
 // As mlx's gather_mm for b [E, K, N]; best where b is a transposed view of [E, N, K].
 mx::array gather_mm(const mx::array& x, const mx::array& b, const std::optional<mx::array>& lhs, const mx::array& rhs, mx::StreamOrDevice s);
 // Rows `ids` of an affine-quantised table.
@@ -37,6 +37,7 @@ struct Projection {
   mx::array w;
   std::optional<mx::array> scales, biases, bias;
   int group, bits;
+  bool integer;
   int outputs() const { return w.shape(0); }
   int inputs() const { return scales ? scales->shape(1) * group : w.shape(1); }
   mx::Dtype type() const { return scales ? scales->dtype() : w.dtype(); }
@@ -52,6 +53,7 @@ class Operands {
 
  private:
   int k_, group_, bits_;
+  bool integer_;
   Type type_, bias_type_ = F32;
   std::optional<Packed> w_, scales_, biases_, bias_;
   std::vector<float> wide_bias_;

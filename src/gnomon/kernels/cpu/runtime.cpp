@@ -8,6 +8,11 @@ std::vector<const Table*> available() {
   std::vector<const Table*> found;
 #if defined(__x86_64__)
   __builtin_cpu_init();
+#if defined(GNOMON_AVX512VNNI)
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("fma"))
+    found.push_back(table_avx512vnni());
+#endif
 #if defined(GNOMON_AVX512)
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("fma"))

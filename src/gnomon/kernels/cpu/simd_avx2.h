@@ -157,4 +157,77 @@ template <> struct Unpack<D_F16> {
 template <> struct Unpack<D_BF16> {
   vf __attribute__((always_inline)) vec(const uint8_t* p, int h) const { return load_half((const uint16_t*)p + 8 * h, 8, BF16); }
 };
+
+// The integer path: lanes are columns.
+INLINE vi iload(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
+INLINE void istore(void* p, vi v) { _mm256_storeu_si256((__m256i*)p, v); }
+INLINE vi four(const int8_t* p) {
+  int32_t word;
+  memcpy(&word, p, 4);
+  return _mm256_set1_epi32(word);
+}
+INLINE vf to_float(vi v) { return _mm256_cvtepi32_ps(v); }
+INLINE vi low_halves(vi v) { return _mm256_and_si256(v, _mm256_set1_epi8(15)); }
+INLINE vi high_halves(vi v) { return _mm256_and_si256(_mm256_srli_epi16(v, 4), _mm256_set1_epi8(15)); }
+INLINE vf half_of(const uint32_t* words, int high, Type t) {
+  const vi v = iload(words);
+  if (t == BF16) return _mm256_castsi256_ps(high ? _mm256_and_si256(v, _mm256_set1_epi32((int)0xffff0000)) : _mm256_slli_epi32(v, 16));
+  const vi h = high ? _mm256_srli_epi32(v, 16) : _mm256_and_si256(v, _mm256_set1_epi32(0xffff));
+  return _mm256_cvtph_ps(_mm_packus_epi32(_mm256_castsi256_si128(h), _mm256_extracti128_si256(h, 1)));
+}
+// `bytes` (at most 64) of 8 rows: word j of row c goes to out[8 * j + c].
+INLINE void turn(const uint8_t* const* p, int bytes, uint32_t* out) {
+  for (int at = 0; at < bytes; at += 32, out += 64) {
+    vi r[8];
+    if (bytes - at >= 32) {
+#pragma GCC unroll 8
+      for (int i = 0; i < 8; i++) r[i] = iload(p[i] + at);
+    } else {
+      alignas(32) uint8_t room[8][32] = {};
+      for (int i = 0; i < 8; i++) {
+        memcpy(room[i], p[i] + at, (size_t)(bytes - at));
+        r[i] = iload(room[i]);
+      }
+    }
+    vi t[8];
+#pragma GCC unroll 2
+    for (int i = 0; i < 8; i += 4) {
+      const vi a = _mm256_unpacklo_epi32(r[i], r[i + 1]), b = _mm256_unpackhi_epi32(r[i], r[i + 1]);
+      const vi c = _mm256_unpacklo_epi32(r[i + 2], r[i + 3]), d = _mm256_unpackhi_epi32(r[i + 2], r[i + 3]);
+      t[i] = _mm256_unpacklo_epi64(a, c), t[i + 1] = _mm256_unpackhi_epi64(a, c);
+      t[i + 2] = _mm256_unpacklo_epi64(b, d), t[i + 3] = _mm256_unpackhi_epi64(b, d);
+    }
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; c++) {
+      istore(out + 8 * c, _mm256_permute2x128_si256(t[c], t[4 + c], 0x20));
+      istore(out + 8 * (4 + c), _mm256_permute2x128_si256(t[c], t[4 + c], 0x31));
+    }
+  }
+}
+// Pairs of products are added in 16 bits: eight steps of 4-bit codes stay below 2^15, so 8-bit codes go by halves.
+template <int BITS> struct Codes {
+  vi c;
+  Codes() = default;
+  explicit __attribute__((always_inline)) Codes(vi v) : c(v) {}
+};
+template <> struct Codes<8> {
+  vi low, high;
+  Codes() = default;
+  explicit __attribute__((always_inline)) Codes(vi v) : low(low_halves(v)), high(high_halves(v)) {}
+};
+template <int BITS> struct Dot {
+  vi a = _mm256_setzero_si256();
+  void __attribute__((always_inline)) add(const Codes<4>& w, vi x) { a = _mm256_add_epi16(a, _mm256_maddubs_epi16(w.c, x)); }
+  vi __attribute__((always_inline)) sum() const { return _mm256_madd_epi16(a, _mm256_set1_epi16(1)); }
+};
+template <> struct Dot<8> {
+  vi low = _mm256_setzero_si256(), high = _mm256_setzero_si256();
+  void __attribute__((always_inline)) add(const Codes<8>& w, vi x) {
+    low = _mm256_add_epi16(low, _mm256_maddubs_epi16(w.low, x));
+    high = _mm256_add_epi16(high, _mm256_maddubs_epi16(w.high, x));
+  }
+  vi __attribute__((always_inline)) sum() const {
+    return _mm256_add_epi32(_mm256_madd_epi16(low, _mm256_set1_epi16(1)), _mm256_madd_epi16(high, _mm256_set1_epi16(16)));
+  }
+};
 }  // namespace gnomon

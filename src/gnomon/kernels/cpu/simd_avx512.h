@@ -168,4 +168,101 @@ template <> struct Unpack<D_F16> {
 template <> struct Unpack<D_BF16> {
   vf __attribute__((always_inline)) vec(const uint8_t* p, int h) const { return load_half((const uint16_t*)p + 16 * h, 16, BF16); }
 };
+
+// The integer path: lanes are columns.
+INLINE vi iload(const void* p) { return _mm512_loadu_si512(p); }
+INLINE void istore(void* p, vi v) { _mm512_storeu_si512(p, v); }
+INLINE vi four(const int8_t* p) {
+  int32_t word;
+  memcpy(&word, p, 4);
+  return _mm512_set1_epi32(word);
+}
+INLINE vf to_float(vi v) { return _mm512_cvtepi32_ps(v); }
+INLINE vi low_halves(vi v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
+INLINE vi high_halves(vi v) { return _mm512_and_si512(_mm512_srli_epi16(v, 4), _mm512_set1_epi8(15)); }
+INLINE vf half_of(const uint32_t* words, int high, Type t) {
+  const vi v = _mm512_loadu_si512(words);
+  if (t == BF16) return _mm512_castsi512_ps(high ? _mm512_and_si512(v, _mm512_set1_epi32((int)0xffff0000)) : _mm512_slli_epi32(v, 16));
+  return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(high ? _mm512_srli_epi32(v, 16) : v));
+}
+INLINE void turn_quads(vi* r, int n) {
+#pragma GCC unroll 4
+  for (int i = 0; i < n; i += 4) {
+    const vi a = _mm512_unpacklo_epi32(r[i], r[i + 1]), b = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+    const vi c = _mm512_unpacklo_epi32(r[i + 2], r[i + 3]), d = _mm512_unpackhi_epi32(r[i + 2], r[i + 3]);
+    r[i] = _mm512_unpacklo_epi64(a, c), r[i + 1] = _mm512_unpackhi_epi64(a, c);
+    r[i + 2] = _mm512_unpacklo_epi64(b, d), r[i + 3] = _mm512_unpackhi_epi64(b, d);
+  }
+}
+// `bytes` (at most 64) of 16 rows: word j of row c goes to out[16 * j + c].
+INLINE void turn(const uint8_t* const* p, int bytes, uint32_t* out) {
+  vi r[16];
+  if (bytes <= 32) {
+    const __mmask32 some = bytes == 32 ? 0xffffffffu : (1u << bytes) - 1;
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) {
+      const int c = i < 4 ? i : i + 4;
+      r[i] = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_maskz_loadu_epi8(some, p[c])), _mm256_maskz_loadu_epi8(some, p[c + 4]), 1);
+    }
+    turn_quads(r, 8);
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; c++) {
+      istore(out + 16 * c, _mm512_shuffle_i32x4(r[c], r[4 + c], 0x88));
+      istore(out + 16 * (4 + c), _mm512_shuffle_i32x4(r[c], r[4 + c], 0xdd));
+    }
+    return;
+  }
+  const __mmask64 some = bytes == 64 ? ~0ull : (1ull << bytes) - 1;
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; i++) r[i] = _mm512_maskz_loadu_epi8(some, p[i]);
+  turn_quads(r, 16);
+#pragma GCC unroll 4
+  for (int c = 0; c < 4; c++) {
+    const vi a = _mm512_shuffle_i32x4(r[c], r[4 + c], 0x88), b = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0x88);
+    const vi d = _mm512_shuffle_i32x4(r[c], r[4 + c], 0xdd), e = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0xdd);
+    istore(out + 16 * c, _mm512_shuffle_i32x4(a, b, 0x88));
+    istore(out + 16 * (4 + c), _mm512_shuffle_i32x4(d, e, 0x88));
+    istore(out + 16 * (8 + c), _mm512_shuffle_i32x4(a, b, 0xdd));
+    istore(out + 16 * (12 + c), _mm512_shuffle_i32x4(d, e, 0xdd));
+  }
+}
+#if defined(__AVX512VNNI__)
+template <int BITS> struct Codes {
+  vi c;
+  Codes() = default;
+  explicit __attribute__((always_inline)) Codes(vi v) : c(v) {}
+};
+template <int BITS> struct Dot {
+  vi a = _mm512_setzero_si512();
+  void __attribute__((always_inline)) add(const Codes<BITS>& w, vi x) { a = _mm512_dpbusd_epi32(a, w.c, x); }
+  vi __attribute__((always_inline)) sum() const { return a; }
+};
+#else
+// Pairs of products are added in 16 bits: eight steps of 4-bit codes stay below 2^15, so 8-bit codes go by halves.
+template <int BITS> struct Codes {
+  vi c;
+  Codes() = default;
+  explicit __attribute__((always_inline)) Codes(vi v) : c(v) {}
+};
+template <> struct Codes<8> {
+  vi low, high;
+  Codes() = default;
+  explicit __attribute__((always_inline)) Codes(vi v) : low(low_halves(v)), high(high_halves(v)) {}
+};
+template <int BITS> struct Dot {
+  vi a = _mm512_setzero_si512();
+  void __attribute__((always_inline)) add(const Codes<4>& w, vi x) { a = _mm512_add_epi16(a, _mm512_maddubs_epi16(w.c, x)); }
+  vi __attribute__((always_inline)) sum() const { return _mm512_madd_epi16(a, _mm512_set1_epi16(1)); }
+};
+template <> struct Dot<8> {
+  vi low = _mm512_setzero_si512(), high = _mm512_setzero_si512();
+  void __attribute__((always_inline)) add(const Codes<8>& w, vi x) {
+    low = _mm512_add_epi16(low, _mm512_maddubs_epi16(w.low, x));
+    high = _mm512_add_epi16(high, _mm512_maddubs_epi16(w.high, x));
+  }
+  vi __attribute__((always_inline)) sum() const {
+    return _mm512_add_epi32(_mm512_madd_epi16(low, _mm512_set1_epi16(1)), _mm512_madd_epi16(high, _mm512_set1_epi16(16)));
+  }
+};
+#endif
 }  // namespace gnomon

@@ -172,4 +172,73 @@ template <> struct Unpack<D_F16> {
 template <> struct Unpack<D_BF16> {
   vf __attribute__((always_inline)) vec(const uint8_t* p, int h) const { return load_half((const uint16_t*)p + 4 * h, 4, BF16); }
 };
+
+// The integer path: lanes are columns.
+INLINE vi iload(const void* p) {
+  vi v;
+  memcpy(&v, p, 16);
+  return v;
+}
+INLINE void istore(void* p, vi v) { memcpy(p, &v, 16); }
+INLINE vi four(const int8_t* p) {
+  int32_t word;
+  memcpy(&word, p, 4);
+  return vi{word, word, word, word};
+}
+INLINE vf to_float(vi v) { return __builtin_convertvector(v, vf); }
+INLINE vi low_halves(vi v) { return v & 0x0f0f0f0f; }
+INLINE vi high_halves(vi v) { return (vi)((vu)v >> 4u) & 0x0f0f0f0f; }
+INLINE vf half_of(const uint32_t* words, int high, Type t) {
+  vf v = {};
+  for (int c = 0; c < 4; c++) v[c] = half_to_float((uint16_t)(words[c] >> (high ? 16 : 0)), t);
+  return v;
+}
+// `bytes` (at most 64) of 4 rows: word j of row c goes to out[4 * j + c].
+INLINE void turn(const uint8_t* const* p, int bytes, uint32_t* out) {
+  for (int at = 0; at < bytes; at += 4, out += 4)
+    for (int c = 0; c < 4; c++) {
+      out[c] = 0;
+      memcpy(out + c, p[c] + at, (size_t)(bytes - at < 4 ? bytes - at : 4));
+    }
+}
+template <int BITS> struct Codes {
+  vi c;
+  Codes() = default;
+  explicit __attribute__((always_inline)) Codes(vi v) : c(v) {}
+};
+#if defined(__aarch64__)
+template <> struct Codes<8> {
+  vi low, high;
+  Codes() = default;
+  explicit __attribute__((always_inline)) Codes(vi v) : low(low_halves(v)), high(high_halves(v)) {}
+};
+// Eight products of a 4-bit code stay below 2^15, so they are added in 16 bits; 8-bit codes go by halves.
+struct Halves {
+  int16x8_t a = vdupq_n_s16(0), b = vdupq_n_s16(0);
+  void __attribute__((always_inline)) add(vi w, vi x) {
+    const int8x16_t c = (int8x16_t)w, y = (int8x16_t)x;
+    a = vmlal_s8(a, vget_low_s8(c), vget_low_s8(y));
+    b = vmlal_s8(b, vget_high_s8(c), vget_high_s8(y));
+  }
+  int32x4_t __attribute__((always_inline)) sum() const { return vpaddq_s32(vpaddlq_s16(a), vpaddlq_s16(b)); }
+};
+template <int BITS> struct Dot {
+  Halves a;
+  void __attribute__((always_inline)) add(const Codes<4>& w, vi x) { a.add(w.c, x); }
+  vi __attribute__((always_inline)) sum() const { return (vi)a.sum(); }
+};
+template <> struct Dot<8> {
+  Halves low, high;
+  void __attribute__((always_inline)) add(const Codes<8>& w, vi x) { low.add(w.low, x), high.add(w.high, x); }
+  vi __attribute__((always_inline)) sum() const { return (vi)vaddq_s32(low.sum(), vshlq_n_s32(high.sum(), 4)); }
+};
+#else
+template <int BITS> struct Dot {
+  vi a = {};
+  void __attribute__((always_inline)) add(const Codes<BITS>& w, vi x) {
+    for (int i = 0; i < 4; i++) a += (vi)(((vu)w.c >> (uint32_t)(8 * i)) & 255u) * (vi)((vi)((vu)x << (uint32_t)(24 - 8 * i)) >> 24);
+  }
+  vi __attribute__((always_inline)) sum() const { return a; }
+};
+#endif
 }  // namespace gnomon

@@ -10,7 +10,8 @@ enum Type : int { F32 = 0, F16 = 1, BF16 = 2 };
 inline constexpr size_t type_size(Type t) { return t == F32 ? 4 : 2; }
 
 // How the weights of a linear map are stored: affine-quantised in as many bits, or dense in a float type.
-enum Codec : int { Q2 = 2, Q3 = 3, Q4 = 4, Q5 = 5, Q6 = 6, Q8 = 8, D_F16 = 14, D_BF16 = 15, D_F32 = 16 };
+// I4 and I8 are Q4 and Q8 multiplied by activations of 8 bits.
+enum Codec : int { Q2 = 2, Q3 = 3, Q4 = 4, Q5 = 5, Q6 = 6, Q8 = 8, I4 = 9, I8 = 10, D_F16 = 14, D_BF16 = 15, D_F32 = 16 };
 
 enum Activation : int { SILU = 0, GELU_TANH = 1, GELU_ERF = 2 };
 
@@ -29,8 +30,8 @@ struct Weights {
   Type scale_type;
 };
 
-// Room for a panel of at most 48 columns (or one tile of them) and the scales of four rows.
-inline constexpr size_t scratch_floats(int k) { return 52 * 1024 + (size_t)4 * (k + 64) + (size_t)k / 2; }
+// Room for a panel of at most 48 columns (or one tile of them) and the scales of four rows; or for 32 columns of bytes with their scales.
+inline constexpr size_t scratch_floats(int k) { return 52 * 1024 + (size_t)10 * (k + 64); }
 
 inline constexpr int padded(int k) { return (k + BLOCK - 1) / BLOCK * BLOCK; }
 
@@ -46,6 +47,7 @@ struct Table {
   int direct_most;  // up to so many rows, tiles have at most 4
   int height(int rows, int m) const { return tile_height(rows, m, rows <= direct_most ? 4 : tile_rows); }
   // Writes a row of k values (`stride` values apart) into lane order as row `i` of a tile of `rows`: tile[(k / 16 * rows + i) * 16 + lane].
+  // For I4 and I8: as bytes with their scales (see integer.inl) at tile + i * k.
   void (*arrange)(const void* x, Type type, int64_t stride, int k, Codec codec, float* tile, int rows, int i);
   // y[m * ldy + n - n0] for m < rows, n0 <= n < n1, from x arranged in the tiles that height() tells.
   // `scratch` holds scratch_floats(k) floats, 64-byte aligned.
@@ -73,6 +75,7 @@ const Table* table_portable();
 #if defined(__x86_64__)
 const Table* table_avx2();
 const Table* table_avx512();
+const Table* table_avx512vnni();
 #elif defined(__aarch64__)
 const Table* table_neon();
 #endif

@@ -26,7 +26,8 @@ from gnomon.chat.tools import (
 )
 from gnomon.engine import api
 from gnomon.serve import volatile
-from gnomon.serve.body import parse, read_body, until_disconnect
+from gnomon.serve.body import parse, read_body
+from gnomon.serve.choose import with_model
 from gnomon.serve.constrain import chat_demand
 from gnomon.serve.errors import APIError, internal, invalid
 from gnomon.serve.generation import Generation, Piece
@@ -167,7 +168,7 @@ def boundary_of(rendered: Rendered, ids: Sequence[int]) -> int | None:
 async def create(request: Request, services: Annotated[Services, Depends(services_of)]) -> Response:
     """Continue a conversation."""
     body = await read_body(request, services.http.body_limit, services.timing.read)
-    return await until_disconnect(request, answer(body, services, request.state.trace_id))
+    return await with_model(request, services, body, lambda own: answer(body, own, request.state.trace_id))
 
 
 async def answer(body: bytes, services: Services, trace_id: str) -> Response:

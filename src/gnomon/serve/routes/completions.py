@@ -15,7 +15,8 @@ from starlette.responses import Response
 
 from gnomon.engine import api
 from gnomon.engine.api import TokenLogprob
-from gnomon.serve.body import parse, read_body, until_disconnect
+from gnomon.serve.body import parse, read_body
+from gnomon.serve.choose import with_model
 from gnomon.serve.constrain import demand
 from gnomon.serve.errors import APIError, internal
 from gnomon.serve.generation import Generation, Piece
@@ -109,7 +110,7 @@ def _encode(text: str, services: Services, *, reuse: bool) -> tuple[int, ...]:
 async def create(request: Request, services: Annotated[Services, Depends(services_of)]) -> Response:
     """Continue raw prompts."""
     body = await read_body(request, services.http.body_limit, services.timing.read)
-    return await until_disconnect(request, answer(body, services, request.state.trace_id))
+    return await with_model(request, services, body, lambda own: answer(body, own, request.state.trace_id))
 
 
 async def answer(body: bytes, services: Services, trace_id: str) -> Response:

@@ -14,7 +14,8 @@ from starlette.responses import Response
 
 from gnomon.chat.embedding import prompt_for
 from gnomon.engine.api import EngineError
-from gnomon.serve.body import parse, read_body, until_disconnect
+from gnomon.serve.body import parse, read_body
+from gnomon.serve.choose import with_model
 from gnomon.serve.errors import from_engine, invalid
 from gnomon.serve.prepare import check_ids, check_size
 from gnomon.serve.schema import json_body
@@ -28,7 +29,7 @@ router = APIRouter()
 async def create(request: Request, services: Annotated[Services, Depends(services_of)]) -> Response:
     """Turn texts into vectors of length 1."""
     body = await read_body(request, services.http.body_limit, services.timing.read)
-    return await until_disconnect(request, answer(body, services))
+    return await with_model(request, services, body, lambda own: answer(body, own))
 
 
 async def answer(body: bytes, services: Services) -> Response:

@@ -26,7 +26,7 @@ def reason(health: Health) -> str:
 @router.get("/health", response_model=HealthBody, responses={503: {"model": HealthBody}})
 async def health(services: Annotated[Services, Depends(services_of)]) -> Response:
     """200 while the engine's loop turns, else 503 with its state and the reason."""
-    now = services.engine.health()
+    now = services.whole.health()
     if now.state == "ok":
         body: HealthBody = {"status": "ok"}
     else:

@@ -13,7 +13,8 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
-from gnomon.serve.body import parse, read_body, until_disconnect
+from gnomon.serve.body import parse, read_body
+from gnomon.serve.choose import with_model
 from gnomon.serve.errors import APIError, internal, naming
 from gnomon.serve.generation import Generation
 from gnomon.serve.outline import Change, Closed, Grown, Opened, Outline, Part
@@ -65,15 +66,17 @@ def prepare(body: bytes, services: Services, trace_id: str) -> MessageJob:
 async def create(request: Request, services: Annotated[Services, Depends(services_of)]) -> Response:
     """Continue a conversation."""
     body = await read_body(request, services.http.body_limit, services.timing.read)
-    return await until_disconnect(request, answer(body, services, request.state.trace_id))
+    return await with_model(request, services, body, lambda own: answer(body, own, request.state.trace_id))
 
 
 @router.post("/v1/messages/count_tokens", response_model=TokenCount, openapi_extra=json_body(MessagesRequest))
 async def count(request: Request, services: Annotated[Services, Depends(services_of)]) -> Response:
     """How many tokens a conversation has as a prompt, tools and system included; nothing is generated."""
     body = await read_body(request, services.http.body_limit, services.timing.read)
-    work = services.preparation.run(lambda: prepare(body, services, request.state.trace_id))
-    prepared = await until_disconnect(request, work)
+    trace_id = request.state.trace_id
+    prepared = await with_model(
+        request, services, body, lambda own: own.preparation.run(lambda: prepare(body, own, trace_id))
+    )
     counted: TokenCount = {"input_tokens": _prompt_tokens(prepared)}
     return JSONResponse(counted)
 

@@ -12,7 +12,8 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
-from gnomon.serve.body import parse, read_body, until_disconnect
+from gnomon.serve.body import parse, read_body
+from gnomon.serve.choose import with_model
 from gnomon.serve.errors import APIError, internal, invalid, naming, show
 from gnomon.serve.response_run import ResponseJob, ResponseRun
 from gnomon.serve.response_store import Conversation, StoredResponse
@@ -58,7 +59,7 @@ def prepare(body: bytes, services: Services, trace_id: str) -> ResponseJob:
 async def create(request: Request, services: Annotated[Services, Depends(services_of)]) -> Response:
     """Answer items, or go on from an earlier response."""
     body = await read_body(request, services.http.body_limit, services.timing.read)
-    return await until_disconnect(request, answer(body, services, request.state.trace_id))
+    return await with_model(request, services, body, lambda own: answer(body, own, request.state.trace_id))
 
 
 async def answer(body: bytes, services: Services, trace_id: str) -> Response:

@@ -16,4 +16,4 @@ NAME = "gnomon"
 @router.get("/v1")
 async def root(services: Annotated[Services, Depends(services_of)]) -> RootBody:
     """Name, version, model and endpoints; also what tells a starting server that the port is taken."""
-    return {"name": NAME, "version": VERSION, "model": services.engine.model.id, "endpoints": list(services.endpoints)}
+    return {"name": NAME, "version": VERSION, "model": services.whole.model.id, "endpoints": list(services.endpoints)}

@@ -16,40 +16,46 @@ router = APIRouter()
 
 
 @router.get("/stats")
-async def stats(services: Annotated[Services, Depends(services_of)]) -> dict[str, Any]:
-    """Sections as plain JSON; those of the engine come from the engine."""
-    return everything(services)
+async def stats(services: Annotated[Services, Depends(services_of)], model: str | None = None) -> dict[str, Any]:
+    """Sections as plain JSON; those of the engine come from the engine, with a pool from that of `model`, or of the one asked last."""
+    return everything(services, model)
 
 
 @router.get("/stats/stream", response_model=None, responses={200: {"content": {"text/event-stream": {}}}})
 async def stream(
-    services: Annotated[Services, Depends(services_of)], interval: Annotated[float, Query(ge=0.1, le=60)] = 1.0
+    services: Annotated[Services, Depends(services_of)],
+    interval: Annotated[float, Query(ge=0.1, le=60)] = 1.0,
+    model: str | None = None,
 ) -> EventSourceResponse:
     """What `/stats` says, with `health`, every `interval` seconds until the server drains."""
-    return EventSourceResponse(_frames(services, interval), lambda: None, services.timing.write)
+    everything(services, model)  # an unknown model is an error before the stream begins
+    return EventSourceResponse(_frames(services, interval, model), lambda: None, services.timing.write)
 
 
-async def _frames(services: Services, interval: float) -> AsyncGenerator[bytes]:
+async def _frames(services: Services, interval: float, model: str | None) -> AsyncGenerator[bytes]:
     while True:
-        health = services.engine.health()
+        health = services.whole.health()
         body = {"status": health.state} if health.state == "ok" else {"status": health.state, "reason": reason(health)}
-        yield frame({"health": body, **everything(services)})
+        yield frame({"health": body, **everything(services, model)})
         if health.state in ("draining", "stopped", "failed"):
             return
         await asyncio.sleep(interval)
 
 
-def everything(services: Services) -> dict[str, Any]:
-    """The body of `/stats`."""
+def everything(services: Services, model: str | None = None) -> dict[str, Any]:
+    """The body of `/stats`. With a pool the engine's sections are those of `model`; raises UnknownModel."""
+    engine = services.engine.stats() if services.pool is None else services.pool.stats(model)
+    shown = services.engine.model.id if services.pool is None else engine["pool"]["shown"]
     preparation, metrics = services.preparation, services.metrics
-    histories = (services.chat_history, services.text_history)
+    every = [services] if services.pool is None else list(services.models.values())
+    histories = [history for one in every for history in (one.chat_history, one.text_history)]
     return {
         "server": {
             "owner": services.owner,
-            "model": services.engine.model.id,
+            "model": shown,
             "started_at": int(services.started_at),
         },
-        **services.engine.stats(),
+        **engine,
         "generations": {"open": metrics.open, **metrics.counts},
         "preparation": {
             "running": preparation.running,

@@ -13,6 +13,7 @@ let turns = [];
 let attached = [];
 let running = null;
 let models = [];
+let states = {};
 
 const log = $("log");
 const message = $("message");
@@ -110,7 +111,7 @@ function body() {
   const { settings } = current;
   const messages = current.messages.slice(0, -1).map(wire);
   if (settings.system) messages.unshift({ role: "system", content: settings.system });
-  const asked = { model: settings.model || models[0] || "default", messages, stream: true, stream_options: { include_usage: true } };
+  const asked = { model: settings.model || models[0], messages, stream: true, stream_options: { include_usage: true } };
   for (const name of NUMBERS) if (settings[name] != null) asked[name] = settings[name];
   if (settings.thinking) asked.chat_template_kwargs = { enable_thinking: settings.thinking === "on" };
   if (settings.tools) asked.tools = JSON.parse(settings.tools);
@@ -251,7 +252,9 @@ function showModel() {
 
 async function findModels() {
   try {
-    models = (await getJSON("v1/models")).data.map((one) => one.id);
+    const { data } = await getJSON("v1/models");
+    models = data.map((one) => one.id);
+    states = Object.fromEntries(data.map((one) => [one.id, one.state]));
     if (!current.messages.length) notify("");
   } catch (error) {
     notify(error.status === 401 ? `${error.message} (Settings has a place for it)` : error.status ? error.message : "The server does not answer.");
@@ -259,10 +262,17 @@ async function findModels() {
   showModel();
 }
 
+function listModels(chosen) {
+  const names = models.includes(chosen) || !chosen ? models : [chosen, ...models];
+  const label = (name) => (!states[name] || states[name] === "resident" ? name : `${name} (${states[name]})`);
+  $("s-model").replaceChildren(...names.map((name) => el("option", { value: name, selected: name === chosen }, label(name))));
+}
+
 $("open-settings").addEventListener("click", () => {
   const { settings } = current;
-  const names = models.includes(settings.model) || !settings.model ? models : [settings.model, ...models];
-  $("s-model").replaceChildren(...names.map((name) => el("option", { value: name, selected: name === settings.model }, name)));
+  listModels(settings.model);
+  // Which of several are loaded changes all the time.
+  if (models.length > 1) findModels().then(() => listModels($("s-model").value));
   for (const name of ["system", "thinking", "tools", ...NUMBERS]) $(`s-${name}`).value = settings[name] ?? "";
   $("s-key").value = key.get();
   $("tools-error").textContent = "";

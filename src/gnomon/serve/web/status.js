@@ -5,6 +5,8 @@ import { $, el } from "./dom.js";
 const HISTORY = 120;
 const speeds = [];
 let before = null;
+let model = null;
+let stop = new AbortController();
 
 const number = (value, digits = 0) => (value == null ? "–" : value.toLocaleString("en", { maximumFractionDigits: digits }));
 const bytes = (value) => {
@@ -23,7 +25,28 @@ function state(text, kind) {
   $("state").className = `state ${kind}`;
 }
 
+/** The models of a pool. */
+function pool(about) {
+  $("pool").hidden = !about;
+  if (!about) return;
+  $("models").replaceChildren(...about.models.map((one) => el("tr", {}, ...[
+    one.id, one.pinned ? `${one.state}, pinned` : one.reason ? `${one.state}: ${one.reason}` : one.state, number(one.leases), number(one.waiting),
+    number(one.requests), number(one.loads), one.loads ? `${number(one.load_seconds, 1)} s` : "–", bytes(one.share_bytes),
+  ].map((cell) => el("td", {}, cell)))));
+  $("room").textContent = `${number(about.resident)} of ${number(about.places)} places taken, ${bytes(about.taken_bytes)} of ${bytes(about.room_bytes)} reckoned${about.budget ? "" : " (advice)"}`;
+  const names = ["", ...about.models.map((one) => one.id)];
+  // Made anew only when it has to be: someone may have it open.
+  if ($("shown").children.length !== names.length) $("shown").replaceChildren(...names.map((name) => el("option", { value: name, selected: name === (model ?? "") }, name || "the model asked last")));
+}
+
+$("shown").addEventListener("change", () => {
+  model = $("shown").value || null;
+  speeds.length = 0;
+  stop.abort();
+});
+
 function show(stats) {
+  pool(stats.pool);
   const { batch = {}, admission = {}, requests = {}, rates = {}, tokens = {}, memory = {}, proposals = {}, prompt_cache: cache = {} } = stats;
   $("model-name").textContent = stats.server.model;
   state(stats.health.status === "ok" ? "running" : `${stats.health.status}: ${stats.health.reason}`, stats.health.status === "ok" ? "ok" : "bad");
@@ -93,8 +116,16 @@ $("key-form").addEventListener("submit", (event) => {
 async function watch() {
   for (let wait = 500; ; wait = Math.min(wait * 2, 8000)) {
     try {
-      for await (const stats of events("stats/stream")) { show(stats); wait = 500; }
+      stop = new AbortController();
+      const path = model ? `stats/stream?model=${encodeURIComponent(model)}` : "stats/stream";
+      for await (const stats of events(path, { signal: stop.signal })) { show(stats); wait = 500; }
     } catch (error) {
+      if (stop.signal.aborted) {
+        before = null;
+        continue;
+      }
+      // A server that was started anew may have other models.
+      if (error.status === 404) model = null;
       if (error.status === 401) {
         state(error.message, "bad");
         $("key-form").hidden = false;

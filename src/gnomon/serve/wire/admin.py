@@ -32,6 +32,21 @@ class CloseSession(BaseModel):
     session_id: SessionId
 
 
+class Drain(BaseModel):
+    """What to drain: one model of several, or without an id the whole server."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    model: str | None = None
+
+
+class DrainBody(TypedDict):
+    """Whether every open request ended by itself, and what is on disk; null where there is no cache on disk."""
+
+    drained: bool
+    cache: FlushBody | None
+
+
 class ClosedBody(TypedDict):
     """Whether there was such a session."""
 

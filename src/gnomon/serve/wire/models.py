@@ -8,17 +8,23 @@ from typing_extensions import TypedDict
 
 
 class ModelBody(TypedDict):
-    """OpenAI's fields, then Gnomon's. `context_window` is in tokens and null when the model doesn't say."""
+    """OpenAI's fields, then Gnomon's. `context_window` is in tokens and null when the model doesn't say.
+
+    `reasoning` is null of a model that was never loaded. A server of several models tells the `state` of each: cold, loading, resident,
+    draining or failed, then with the `reason`.
+    """
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
     context_window: int | None
-    reasoning: bool
+    reasoning: bool | None
     vision: bool
     model_type: str
     size_bytes: int
+    state: NotRequired[str]
+    reason: NotRequired[str]
 
 
 class ModelList(TypedDict):

@@ -35,25 +35,32 @@ Stop = Annotated[
 SessionId = Annotated[str, Field(min_length=1, max_length=MAX_CHARACTERS)]
 LogitBias = Annotated[Any, WithJsonSchema({"type": "object", "additionalProperties": {"type": "number"}})]
 
+_JSON_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {},
+        "schema": {"anyOf": [{"type": "object"}, {"type": "string"}]},
+        "strict": {"type": ["boolean", "null"]},
+        "any_whitespace": {"type": ["boolean", "null"]},
+    },
+    "required": ["schema"],
+}
 ResponseFormat = Annotated[
     Any,
     WithJsonSchema(
         {
-            "type": "object",
-            "properties": {
-                "type": {"enum": list(FORMATS)},
-                "json_schema": {
+            "anyOf": [
+                {
                     "type": "object",
-                    "properties": {
-                        "name": {"type": "string"},
-                        "schema": {"type": "object"},
-                        "strict": {"type": "boolean"},
-                        "any_whitespace": {"type": "boolean"},
-                    },
-                    "required": ["schema"],
+                    "properties": {"type": {"const": "json_schema"}, "json_schema": _JSON_SCHEMA},
+                    "required": ["type", "json_schema"],
                 },
-            },
-            "required": ["type"],
+                {
+                    "type": "object",
+                    "properties": {"type": {"enum": [name for name in FORMATS if name != "json_schema"]}},
+                    "required": ["type"],
+                },
+            ]
         }
     ),
 ]

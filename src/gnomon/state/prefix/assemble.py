@@ -7,24 +7,30 @@ from typing import cast
 
 import mlx.core as mx
 
+from gnomon.state.paged.pool import PagePart
 from gnomon.state.prefix.block import Block, Checkpoint
-from gnomon.state.snapshot import LayerSnapshot, RowSnapshot
+from gnomon.state.snapshot import LayerPart, LayerSnapshot, RowSnapshot
 
 
 def assemble(blocks: Sequence[Block], length: int, checkpoint: Checkpoint | None) -> RowSnapshot:
-    """The state after the first `length` tokens of the blocks, which reach that far. Its arrays may be the blocks' own."""
+    """The state after the first `length` tokens of the blocks, which reach that far. Its arrays may be the blocks' own, its pages are."""
+    pages = [block.parts[0].hold for block in blocks if isinstance(block.parts[0], PagePart)]
+    if pages:
+        start, rest = blocks[len(pages) - 1].end, blocks[len(pages) :]
+        tail = [_joined([cast(LayerPart, part)], length - start) for block in rest for part in block.parts]
+        return RowSnapshot(length, tuple(tail), tuple(pages))
     kept = checkpoint.layers if checkpoint is not None else {}
     layers = [
-        kept[i] if i in kept else _joined([cast(LayerSnapshot, block.parts[i]) for block in blocks], length)
+        kept[i] if i in kept else _joined([cast(LayerPart, block.parts[i]) for block in blocks], length)
         for i in range(len(blocks[0].parts))
     ]
     return RowSnapshot(length, tuple(layers))
 
 
-def _joined(parts: Sequence[LayerSnapshot], length: int) -> LayerSnapshot:
+def _joined(parts: Sequence[LayerPart], length: int) -> LayerSnapshot:
     """One layer's parts as the state of `length` tokens; the last part may hold more."""
     first = parts[0]
-    numbers = first.numbers | {"length": length}
+    numbers = {**first.numbers, "length": length}
     if first.kind == "sliding" and first.arrays:
         numbers["index"] = length
     arrays: dict[str, mx.array] = {}

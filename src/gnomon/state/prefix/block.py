@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from gnomon.state.keys import chain, root_key
-from gnomon.state.snapshot import LayerSnapshot
+from gnomon.state.snapshot import LayerPart, LayerSnapshot
 
 __all__ = ["BLOCK", "Block", "Checkpoint", "Entry", "chain", "common", "root_key"]
 
@@ -37,9 +37,10 @@ class Entry:
         self.guards = 0
         """Open sessions whose last turn it is of."""
 
-    def weigh(self, layers: Iterator[LayerSnapshot]) -> None:
-        arrays = [one for layer in layers for one in layer.arrays.values()]
-        self.num_arrays, self.num_bytes = len(arrays), sum(one.nbytes for one in arrays)
+    def weigh(self, layers: Iterator[LayerPart]) -> None:
+        parts = list(layers)
+        self.num_arrays = sum(len(part.owned) for part in parts)
+        self.num_bytes = sum(part.nbytes for part in parts)
 
 
 class Checkpoint(Entry):
@@ -83,7 +84,7 @@ class Block(Entry):
         self.parent = parent
         self.tokens = tuple(tokens)
         self.start = parent.end if parent is not None else 0
-        self.parts: list[LayerSnapshot | None] = []
+        self.parts: list[LayerPart | None] = []
         self.children: dict[bytes, Block] = {}
         self.checkpoints: dict[int, Checkpoint] = {}
         self.lost: set[int] = set()
@@ -106,7 +107,7 @@ class Block(Entry):
         """Every layer could be cut: any prefix of the block is a state."""
         return not self.is_ghost and all(part is not None for part in self.parts)
 
-    def set_parts(self, parts: list[LayerSnapshot | None]) -> None:
+    def set_parts(self, parts: list[LayerPart | None]) -> None:
         self.parts = parts
         self.is_ghost = False
         self.weigh(part for part in parts if part is not None)

@@ -5,71 +5,23 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import mlx.core as mx
 
 from gnomon.state.batch_state import BatchState
+from gnomon.state.paged.pool import PagePool
 from gnomon.state.prefix.assemble import assemble
 from gnomon.state.prefix.block import BLOCK, Block, Checkpoint, Entry
-from gnomon.state.prefix.explain import Miss, explain
+from gnomon.state.prefix.explain import explain
+from gnomon.state.prefix.lending import Adopted, Below, Counts, Lent
 from gnomon.state.prefix.retention import Policy, Retention, may_go
 from gnomon.state.prefix.tree import Tree
-from gnomon.state.snapshot import LayerSnapshot, RowSnapshot
+from gnomon.state.snapshot import LayerPart, LayerSnapshot
 
 CLEAR_BYTES = 256 << 20
 """Evicted bytes after which MLX is told to give spare buffers back to the system."""
 MAX_ARRAYS = 200_000
 """Arrays held at most: Metal allows about 499,000 buffers, and the model and its rows need theirs."""
-
-
-@dataclass(slots=True)
-class Counts:
-    """What happened since the cache was made."""
-
-    hits: int = 0
-    misses: int = 0
-    reused_tokens: int = 0
-    published_tokens: int = 0
-    evictions: int = 0
-    evicted_bytes: int = 0
-    refused: int = 0
-    """Publications that stopped because nothing more could be evicted for them."""
-    buffer_returns: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Lent:
-    """What a prompt gets: the state of its first `length` tokens (None for 0), and why it isn't longer."""
-
-    length: int
-    snapshot: RowSnapshot | None
-    miss: Miss | None
-
-
-class Below(Protocol):
-    """A slower tier that states go to."""
-
-    def keep(self, entry: Block | Checkpoint) -> None:
-        """An entry is new or has got more parts; its arrays are evaluated."""
-        ...
-
-    def spill(self, entry: Block | Checkpoint) -> None:
-        """An entry is about to be evicted."""
-        ...
-
-    def holds(self, entry: Block | Checkpoint) -> bool:
-        """Whether nothing would be lost with the entry."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Adopted:
-    """A block that comes from a slower tier; `layers` None if it is to be here already."""
-
-    tokens: tuple[int, ...]
-    layers: Mapping[int, LayerSnapshot] | None
-    count: int
 
 
 @dataclass(eq=False)
@@ -78,14 +30,16 @@ class PrefixCache:
 
     State that can be cut is held in blocks of 256 tokens, each stored once however many prompts share it, and a prompt may be lent any
     prefix of them. State that can't (recurrent layers, sliding windows that have wrapped) is held in checkpoints at the positions where
-    `publish` saw it. Everything is copied out of the rows, so a row never shares memory with the cache when it is written to. Use it
-    from one thread, the one that evaluates the states.
+    `publish` saw it. Everything is copied out of the rows, so a row never shares memory with the cache when it is written to; only whole
+    blocks of paged rows are shared, which nobody writes to. Use it from one thread, the one that evaluates the states.
     """
 
     max_bytes: int
     policy: Policy = "lru"
     max_arrays: int = MAX_ARRAYS
     below: Below | None = None
+    pages: PagePool | None = None
+    """Where whole blocks are held, if the rows' states are."""
     counts: Counts = field(default_factory=Counts)
     num_bytes: int = 0
     num_arrays: int = 0
@@ -255,6 +209,10 @@ class PrefixCache:
 
     def clear(self) -> None:
         """Forget everything."""
+        for entry in self.entries():
+            # The tree's blocks hold each other: their pages would go only when the interpreter finds that out.
+            if isinstance(entry, Block):
+                entry.drop_parts()
         self.tree = Tree()
         self.retention = Retention(self.policy)
         self.num_bytes = self.num_arrays = self.num_blocks = self.num_checkpoints = 0
@@ -315,6 +273,8 @@ class PrefixCache:
                 return child
         mine = block.parts if block is not None and held else [None] * one.count
         parts = [part if part is not None else one.layers.get(i) for i, part in enumerate(mine)]
+        if self.pages is not None and n == BLOCK:
+            parts = list[LayerPart | None](self.pages.imported([part for part in parts if part is not None]))
         return self._insert(parent, block, one.tokens, parts, [])
 
     def _insert(
@@ -322,15 +282,16 @@ class PrefixCache:
         parent: Block,
         block: Block | None,
         tokens: tuple[int, ...],
-        parts: list[LayerSnapshot | None],
+        parts: list[LayerPart | None],
         fresh: list[mx.array],
     ) -> Block | None:
         """Give a block, made if there is none, these parts; None when there is no room."""
-        added = [a for part in parts if part is not None for a in part.arrays.values()]
+        new = [part for part in parts if part is not None]
+        added = [a for part in new for a in part.owned]
         before = (block.num_bytes, block.num_arrays) if block is not None else (0, 0)
         if block is not None:
             block.refs += 1
-        room = self._make_room(sum(a.nbytes for a in added) - before[0], len(added) - before[1])
+        room = self._make_room(sum(part.nbytes for part in new) - before[0], len(added) - before[1])
         if block is not None:
             block.refs -= 1
         if not room:

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from gnomon.state.prefix.block import Block, Checkpoint
-from gnomon.state.snapshot import LayerKind, LayerSnapshot
+from gnomon.state.snapshot import LayerKind, LayerPart, LayerSnapshot
 from gnomon.state.ssd.format import Entry, Layer, Packed, Tensor
 
 _NAMES = {
@@ -50,7 +50,7 @@ def entry_of(held: Block | Checkpoint, identity: str) -> Entry:
 def pack(held: Block | Checkpoint, entry: Entry) -> Packed:
     """Copy the arrays out, which must be evaluated."""
     parts = held.layers if isinstance(held, Checkpoint) else dict(enumerate(held.parts))
-    return Packed(entry, [_packed(cast("LayerSnapshot", parts[number])) for number in entry.layers])
+    return Packed(entry, [_packed(cast("LayerPart", parts[number])) for number in entry.layers])
 
 
 def unpack(packed: Packed) -> dict[int, LayerSnapshot]:
@@ -67,8 +67,10 @@ def unpack(packed: Packed) -> dict[int, LayerSnapshot]:
     return layers
 
 
-def _packed(snapshot: LayerSnapshot) -> Layer:
-    return Layer(snapshot.kind, snapshot.numbers, {name: _tensor(array) for name, array in snapshot.arrays.items()})
+def _packed(snapshot: LayerPart) -> Layer:
+    return Layer(
+        snapshot.kind, dict(snapshot.numbers), {name: _tensor(array) for name, array in snapshot.arrays.items()}
+    )
 
 
 def _tensor(array: mx.array) -> Tensor:
@@ -83,6 +85,6 @@ def _array(tensor: Tensor) -> mx.array:
     return mx.array(np.frombuffer(tensor.data, np.uint8)).view(dtype).reshape(tensor.shape)
 
 
-def _arrays(layers: Iterable[LayerSnapshot]) -> Iterable[mx.array]:
+def _arrays(layers: Iterable[LayerPart]) -> Iterable[mx.array]:
     for layer in layers:
         yield from layer.arrays.values()

@@ -11,9 +11,9 @@ from mlx_lm.perplexity import eval_ppl
 
 from engine_fixtures import tiny_engine, tiny_model, tiny_tokenizer
 from gnomon.bench.page import render
-from gnomon.bench.perplexity import measure, windows
 from gnomon.bench.store import Store, load
 from gnomon.cli.main import main
+from gnomon.evals.perplexity import measure, windows
 from tiny_models import save
 
 TEXT = "there is nothing in here that is not there already, said the captain to his sailors. " * 3

@@ -1,0 +1,16 @@
+#define GNOMON_ISA isa_avx512vnni
+#include "simd_avx512.h"
+#include "linear.inl"
+#include "integer.inl"
+#include "pointwise.inl"
+#include "attention.inl"
+#include "recurrent.inl"
+
+namespace gnomon {
+const Table* table_avx512vnni() {
+  using namespace isa_avx512vnni;
+  static const Table table = {"avx512vnni", TILE_ROWS, DIRECT_MOST, arrange, multiply, decode_row, rms_norm, layer_norm, gate, add_rows, row_max,
+                              exp_sum, scale_row, divide_row, rotate, scores, weigh, delta_step, convolve, to_f32, from_f32};
+  return &table;
+}
+}  // namespace gnomon

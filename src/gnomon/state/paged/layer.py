@@ -1,0 +1,205 @@
+"""Full attention over pages, plain or in a codec's words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import mlx.core as mx
+
+from gnomon.kernels.coded import Mask, View
+from gnomon.state.codecs.codec import Codec, Fetched
+from gnomon.state.full import full_mask
+from gnomon.state.layer import LayerState
+from gnomon.state.paged.arrays import PAGE, Layout, Writing
+from gnomon.state.paged.pool import Hold, PagePart
+from gnomon.state.paged.table import PageTable
+from gnomon.state.rows import Rows
+from gnomon.state.snapshot import LayerKind, LayerSnapshot
+
+Held = mx.array | View
+
+
+class PagedLayer(LayerState):
+    """One layer of the rows of a page table, which decides what is where.
+
+    Under a codec all tokens are written as words at once. A row's first window attends to itself, plain; later ones to the words. Those are
+    the bits that `QuantizedLayer` has with a start of 0.
+    """
+
+    kind: LayerKind = "full"
+
+    def __init__(
+        self, rows: Rows, table: PageTable, number: int, mask_ndim: int = 4, codec: Codec | None = None
+    ) -> None:
+        """`number` is the layer's place in the pool."""
+        self.rows = rows
+        self.table = table
+        self.number = number
+        self.mask_ndim = mask_ndim
+        self.codec = codec
+        self._fetched: tuple[Held, Held] | None = None
+
+    # What models call.
+
+    @property
+    def offset(self) -> int | mx.array:
+        """Position of the window's first token: a number for a lone row, int32 `[B]` for several."""
+        return self.rows.lengths[0] if self.rows.num_rows == 1 else self.rows.offsets
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Held, Held]:
+        """Append `[B, heads, width, dim]`; returns all keys and values `[B, heads, n, dim]`, or under a codec views of them."""
+        codec, table = self.codec, self.table
+        if codec is None:
+            table.pool.write(self.number, table.writing, keys, values)
+            self._fetched = self._read(range(self.rows.num_rows))
+        else:
+            words = codec.encode_keys(keys), codec.encode_values(values)
+            table.pool.write(self.number, table.writing, *words)
+            self._fetched = self._views(codec, keys, values)
+        return self._fetched
+
+    def keys_and_values(self) -> tuple[Held, Held]:
+        """What the last append returned, for layers that share this one's keys."""
+        if self._fetched is None:
+            raise ValueError("nothing was appended yet")
+        return self._fetched
+
+    def make_mask(self, width: int, return_array: bool = False, window_size: int | None = None) -> Mask:
+        """The mask of the open forward: mlx-lm's own if all rows are equally long, else bool `[B, 1, width, n]`."""
+        return full_mask(self.rows, width, self.mask_ndim, return_array, window_size)
+
+    def size(self) -> int:
+        return max(self.rows.lengths)
+
+    def is_trimmable(self) -> bool:
+        return True
+
+    def _read(self, members: Sequence[int]) -> tuple[mx.array, mx.array]:
+        rows, table = self.rows, self.table
+        end = max(rows.lengths[row] for row in members) + rows.width
+
+        def make() -> Layout:
+            return table.layout(members, end)
+
+        return table.pool.layers[self.number].read(rows.memo(("pages", tuple(members)), make))
+
+    def _views(self, codec: Codec, keys: mx.array, values: mx.array) -> tuple[Held, Held]:
+        rows = self.rows
+        coded = [row for row, length in enumerate(rows.lengths) if length]
+        if not coded:
+            return keys, values
+        dims = keys.shape[3], values.shape[3], keys.dtype
+        held = Fetched(*self._read(coded), *dims)
+        if len(coded) == rows.num_rows:
+            attend = partial(_attend_coded, codec, held)
+        else:
+            attend = partial(_attend_apart, codec, held, coded, keys, values)
+        shape = rows.num_rows, keys.shape[1], held.keys.shape[2]
+        return View(attend, (*shape, dims[0]), keys.dtype), View(attend, (*shape, dims[1]), keys.dtype)
+
+    # What BatchState calls.
+
+    def commit(self) -> None:
+        self._fetched = None
+
+    def abort(self) -> None:
+        self._fetched = None
+
+    def rollback(self, back: Sequence[int]) -> None:  # noqa: ARG002  (the table does it)
+        return
+
+    def keep(self, order: Sequence[int], row_capacity: int) -> None:  # noqa: ARG002  (the table does it)
+        return
+
+    def join(self, other: LayerState, row_capacity: int) -> None:  # noqa: ARG002  (the table does it)
+        if not isinstance(other, PagedLayer) or other.codec != self.codec:
+            raise TypeError(f"a paged layer can't take rows of {other!r}")
+
+    def snapshot(self, row: int) -> LayerSnapshot:
+        return self.cut(row, 0, self.rows.lengths[row])
+
+    def can_cut(self, length: int) -> bool:  # noqa: ARG002  (every position is kept)
+        return True
+
+    def cut(self, row: int, start: int, stop: int) -> LayerSnapshot:
+        arrays = self.table.pool.layers[self.number]
+        pieces = list[dict[str, mx.array]]()
+        at = start
+        while at < stop:
+            place, offset = divmod(at, PAGE)
+            count = min(PAGE - offset, stop - at)
+            pieces.append(arrays.copy(self.table.held[row][place].page.index, offset, offset + count))
+            at += count
+        names = pieces[0] if pieces else ()
+        whole = {name: mx.concatenate([piece[name] for piece in pieces], axis=2) for name in names}
+        return LayerSnapshot("full", whole, self._numbers(stop - start))
+
+    def part(self, hold: Hold) -> PagePart:
+        """This layer's share of a page that is full."""
+        return PagePart(hold, self.table.pool.layers[self.number], self._numbers(PAGE))
+
+    def restore(self, snapshot: LayerSnapshot) -> None:  # noqa: ARG002  (see `fill`)
+        raise ValueError("pages are restored for all layers at once")
+
+    def fill(self, writing: Writing, snapshot: LayerSnapshot) -> None:
+        """Write the tokens that the table has just taken pages for. Raises ValueError for those of another codec."""
+        number = self.codec.number if self.codec is not None else None
+        if snapshot.numbers.get("codec") != number:
+            raise ValueError(
+                f"the snapshot's codec is number {snapshot.numbers.get('codec')}, this layer's is {number}"
+            )
+        if snapshot.arrays:
+            self.table.pool.write(self.number, writing, snapshot.arrays["keys"], snapshot.arrays["values"])
+
+    def arrays(self) -> list[mx.array]:
+        return self.table.pool.layers[self.number].held()
+
+    def bytes_held(self) -> int:
+        return self.table.num_held() * self.table.pool.layers[self.number].page_bytes
+
+    def problems(self) -> list[str]:
+        return self.table.problems() if not self.number else []
+
+    def _numbers(self, length: int) -> dict[str, int]:
+        numbers = {"length": length}
+        if self.codec is not None:
+            numbers["codec"] = self.codec.number
+        return numbers
+
+
+def _attend_coded(
+    codec: Codec, held: Fetched, queries: mx.array, scale: float, mask: Mask, sinks: mx.array | None
+) -> mx.array:
+    return codec.attend(queries, held, scale, mask, sinks)
+
+
+def _attend_apart(
+    codec: Codec,
+    held: Fetched,
+    coded: Sequence[int],
+    keys: mx.array,
+    values: mx.array,
+    queries: mx.array,
+    scale: float,
+    mask: Mask,
+    sinks: mx.array | None,
+) -> mx.array:
+    """Rows of `coded` attend to what is held, the others to their first window; the results go back to their places."""
+    fresh = [row for row in range(queries.shape[0]) if row not in coded]
+    found: list[mx.array] = []
+    for members in (fresh, coded):
+        end = held.keys.shape[2] if members is coded else keys.shape[2]
+        at, own = mx.array(list(members)), mask
+        if isinstance(mask, mx.array) and mask.ndim > 3:
+            own = mask[at][..., :end]
+        if members is coded:
+            found.append(codec.attend(queries[at], held, scale, own, sinks))
+        else:
+            found.append(
+                mx.fast.scaled_dot_product_attention(
+                    queries[at], keys[at], values[at], scale=scale, mask=own, sinks=sinks
+                )
+            )
+    order = [*fresh, *coded]
+    return mx.concatenate(found)[mx.array([order.index(row) for row in range(len(order))])]

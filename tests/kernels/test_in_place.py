@@ -1,0 +1,147 @@
+"""Attention layers that append to the state's buffers themselves: the same bits, and nobody else's tokens touched."""
+
+from collections.abc import Iterator
+from types import ModuleType
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+
+from batch_walk import new_state_of
+from gnomon.kernels import dispatch, layers, operations
+from gnomon.state.batch_state import BatchState
+from gnomon.state.full import FullLayer
+from kernels.oracle import bits_of
+from tiny_models import VOCAB_SIZE, make
+
+TOKENS = np.random.default_rng(3).integers(0, VOCAB_SIZE, 600)
+
+
+@pytest.fixture
+def native(kernels: ModuleType) -> Iterator[ModuleType]:
+    kernels.set_isa("auto")
+    kernels.set_threads(2)
+    dispatch.install(operations.ALL, kernels)
+    dispatch.choose(True)
+    yield kernels
+    dispatch.choose(False)
+    dispatch.uninstall()
+    dispatch.stock_calls.clear()
+
+
+@pytest.fixture
+def calls(native: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Widths of the windows that were appended in place."""
+    seen: list[int] = []
+    own = FullLayer.appended
+
+    def appended(self: FullLayer, keys: mx.array, values: mx.array) -> None:
+        seen.append(self.rows.width)
+        own(self, keys, values)
+
+    monkeypatch.setattr(FullLayer, "appended", appended)
+    return seen
+
+
+def forward(model: nn.Module, state: BatchState, window: list[list[int]], counts: list[int] | None = None) -> mx.array:
+    state.begin(len(window[0]), counts)
+    with dispatch.step():
+        logits = model(mx.array(window), cache=state.caches)
+    state.commit()
+    return logits
+
+
+def walk(model: nn.Module) -> list[np.ndarray]:
+    """Logits of a batch's life: a lone row, a snapshot that goes its own way, rows of other lengths, padded windows, tokens taken back."""
+    new, seen = new_state_of(model), list[np.ndarray]()
+    at = iter(int(token) for token in TOKENS)
+
+    def take(count: int) -> list[int]:
+        return [next(at) for _ in range(count)]
+
+    def see(state: BatchState, window: list[list[int]], counts: list[int] | None = None) -> None:
+        logits = forward(model, state, window, counts)
+        mx.eval(logits, state.arrays())
+        for row, count in enumerate(counts or [len(window[0])] * len(window)):
+            seen.append(bits_of(logits[row, :count]))
+
+    first = new()
+    see(first, [take(20)])
+    for width in (1, 1, 5, 1):
+        see(first, [take(width)])
+    saved = first.snapshot(0)
+    see(first, [take(1)])
+    other = BatchState.restore(model, new().templates, saved)
+    see(other, [take(1)])
+    see(first, [take(3)])
+    see(other, [take(1)])
+    last = new()
+    see(last, [take(7)])
+    first.join(other)
+    first.join(last)
+    for _ in range(3):
+        see(first, [take(1), take(1), take(1)])
+    see(first, [take(4), take(4), take(4)], [4, 2, 1])
+    first.rollback([2, 0, 1])
+    see(first, [take(1), take(1), take(1)])
+    first.keep([2, 0])
+    see(first, [take(2), take(2)])
+    # Two forwards of which only the second one's logits are asked for.
+    forward(model, first, [take(1), take(1)])
+    see(first, [take(1), take(1)])
+    first.keep([1])
+    see(first, [take(240)])
+    for _ in range(3):
+        see(first, [take(1)])
+    return seen
+
+
+@pytest.mark.parametrize(("model_type", "dtype"), [("llama", "float32"), ("qwen3", "bfloat16"), ("gemma3", "float32")])
+def test_appending_in_place_changes_no_bit(
+    native: ModuleType, calls: list[int], model_type: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make(model_type, dtype)
+    nn.quantize(model, 32, 4, class_predicate=lambda _, m: hasattr(m, "to_quantized") and m.weight.shape[-1] % 32 == 0)
+    mx.eval(model.parameters())
+    assert "NativeTransformerBlock" in layers.swap(model, native)
+    found = walk(model)
+    assert {1, 2, 3, 4, 5} <= set(calls)
+    calls.clear()
+    monkeypatch.setattr(FullLayer, "in_place", lambda self, mask=None: None)
+    expected = walk(model)
+    assert not calls
+    assert len(found) == len(expected)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert (mine == theirs).all()
+
+
+def test_masks_that_hide_more_are_not_taken(native: ModuleType, calls: list[int]) -> None:
+    model = make("llama", "float32")
+    layers.swap(model, native)
+    state = new_state_of(model)()
+    mx.eval(forward(model, state, [[1, 2, 3]]))
+    layer = state.layers[0]
+    assert isinstance(layer, FullLayer)
+    state.begin(2)
+    assert layer.in_place("causal") is not None
+    assert layer.in_place(None) is None
+    assert layer.in_place(mx.ones((2, 5), dtype=mx.bool_)) is None
+    state.abort()
+    state.begin(1)
+    assert layer.in_place(None) is not None
+    assert layer.in_place(layer.make_mask(1, window_size=2)) is None
+    state.abort()
+    assert not calls
+
+
+def test_buffers_that_are_views_are_refused(kernels: ModuleType) -> None:
+    """Appending to them would write somewhere else."""
+    d = 16
+    p = [kernels.Projection(mx.zeros((d, d)), None, None, None, 0, 0) for _ in range(4)]
+    form = kernels.HeadForm(1, 1, 0.0, d, False, 10000.0, 1.0)
+    x, at = mx.zeros((1, 1, d)), mx.array([0])
+    keys = mx.zeros((1, 1, 8, d))[:, :, ::2]
+    mx.eval(keys)
+    with pytest.raises(ValueError, match="contiguous"):
+        mx.eval(kernels.attention_layer(x, None, 0.0, *p, None, None, form, at, None, 1.0, keys, keys, None, 0.0, None))
