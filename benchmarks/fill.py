@@ -1,8 +1,8 @@
 """What foretold text is worth: the same requests with it and without, in interleaved pairs, on whatever device MLX runs.
 
-    uv run python benchmarks/fill.py MODEL --out fill.jsonl [--kernels native] [--batch 1 8] [--pairs 5] [--cases json call ...]
+    uv run python benchmarks/fill.py MODEL [--out FOLDER] [--kernels native] [--batch 1 8] [--pairs 5] [--cells 'json*'] [--minutes N]
 
-Each cell (case, batch, pair) is one line of the output, written when it is done: a run that was cut short goes on where it stopped.
+A cell is a case, a batch and a pair; several processes may share them (benchmarks/cells.py). A table of all that is there ends each run.
 Both arms run in one process, and who goes first alternates. Ratios are without over with: of seconds from the first token
 to the last, and of the process's CPU seconds, which a busy machine disturbs less.
 """
@@ -10,15 +10,16 @@ to the last, and of the process's CPU seconds, which a busy machine disturbs les
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from cells import Cell, add_arguments, results, run
 from gnomon.chat.constraint import Constraint, json_schema
 from gnomon.config import EngineConfig, KernelConfig, SpeculationConfig
 from gnomon.engine.api import Finished, Request, SamplingParams
@@ -109,7 +110,7 @@ CASES = {
 }
 
 
-def run(engine: Engine, case: Case, batch: int) -> dict[str, Any]:
+def answer(engine: Engine, case: Case, batch: int) -> dict[str, Any]:
     """All rows at once: seconds from the first first token to the last end, tokens, forwards and ids."""
     chat = f"<|im_start|>user\n{case.prompt}<|im_end|>\n<|im_start|>assistant\n"
     prompt = engine.tokenizer.encode(chat)
@@ -147,58 +148,76 @@ def run(engine: Engine, case: Case, batch: int) -> dict[str, Any]:
     }
 
 
+class Engines:
+    """Both arms of the case that was asked for last, warm."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.name: str | None = None
+        self.arms: dict[str, Engine] = {}
+
+    def of(self, name: str) -> dict[str, Engine]:
+        if name != self.name:
+            self.stop()
+            kernels = KernelConfig(kernels=self.args.kernels)
+            if self.args.kernel_cache:
+                kernels = replace(kernels, kernel_cache=self.args.kernel_cache)
+            base = Settings(engine=EngineConfig(batch=max(self.args.batch), prompt_cache=0), kernels=kernels)
+            arms = {"without": SpeculationConfig(grammar_jump=False), "with": CASES[name].fill}
+            self.arms = {arm: load(self.args.model, replace(base, speculation=how)) for arm, how in arms.items()}
+            self.name = name
+            for engine in self.arms.values():
+                answer(engine, CASES[name], 1)
+        return self.arms
+
+    def stop(self) -> None:
+        for engine in self.arms.values():
+            engine.stop()
+
+    def cell(self, name: str, batch: int, pair: int) -> dict[str, Any]:
+        engines, order = self.of(name), ("without", "with") if pair % 2 == 0 else ("with", "without")
+        made = {arm: answer(engines[arm], CASES[name], batch) for arm in order}
+        same = made["with"].pop("ids") == made["without"].pop("ids")
+        return {"case": name, "batch": batch, "pair": pair, "kernels": self.args.kernels, "same": same, **made}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--kernels", default="stock")
+    parser.add_argument("--kernels", default="native")
     parser.add_argument("--kernel-cache", type=Path)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
+    add_arguments(parser, "fill")
     args = parser.parse_args()
-    done = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
-    have = {(cell["case"], cell["batch"], cell["pair"]) for cell in done}
-    kernels = KernelConfig(kernels=args.kernels)
-    base = Settings(
-        engine=EngineConfig(batch=max(args.batch), prompt_cache=0),
-        kernels=replace(kernels, kernel_cache=args.kernel_cache) if args.kernel_cache else kernels,
-    )
-    for name in args.cases:
-        case = CASES[name]
-        missing = [(b, p) for b in args.batch for p in range(args.pairs) if (name, b, p) not in have]
-        if not missing:
-            continue
-        off = SpeculationConfig(grammar_jump=False)
-        with (
-            load(args.model, replace(base, speculation=off)) as plain,
-            load(args.model, replace(base, speculation=case.fill)) as quick,
-        ):
-            for engine in (plain, quick):
-                run(engine, case, 1)
-            for batch, pair in missing:
-                order = [("without", plain), ("with", quick)]
-                made = {arm: run(engine, case, batch) for arm, engine in (order if pair % 2 == 0 else order[::-1])}
-                same = made["with"].pop("ids") == made["without"].pop("ids")
-                cell = {"case": name, "batch": batch, "pair": pair, "kernels": args.kernels, "same": same, **made}
-                done.append(cell)
-                with args.out.open("a") as file:
-                    file.write(json.dumps(cell) + "\n")
-    print(table(done))
+    engines = Engines(args)
+    # All pairs of a case in a row: its engines are loaded once.
+    work = [
+        Cell(f"{name} {args.kernels} batch {batch} pair {pair}", partial(engines.cell, name, batch, pair))
+        for batch in args.batch
+        for name in CASES
+        for pair in range(args.pairs)
+    ]
+    try:
+        run(work, args)
+    finally:
+        engines.stop()
+    if not args.list:
+        print(table([one for one in results(args.out) if "error" not in one]))
 
 
 def table(cells: Sequence[dict[str, Any]]) -> str:
     lines = [
-        "| Case | Batch | Pairs | Time without / with: median (range) | CPU time | Tokens per forward | Taken of proposed | Same tokens |",
-        "|---|---|---|---|---|---|---|---|",
+        "| Case | Kernels | Batch | Pairs | Time: median (range) | CPU time | Tokens per forward | Taken of proposed | Same tokens |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
-    for key in dict.fromkeys((cell["case"], cell["batch"]) for cell in cells):
-        own = [cell for cell in cells if (cell["case"], cell["batch"]) == key]
+    for key in dict.fromkeys((cell["case"], cell["batch"], cell["kernels"]) for cell in cells):
+        own = [cell for cell in cells if (cell["case"], cell["batch"], cell["kernels"]) == key]
         wall, cpu = (_ratios(own, measure) for measure in ("seconds", "cpu"))
         last = own[-1]["with"]
         per = last["tokens"] / key[1] / last["steps"] if last["steps"] else 1.0
         lines.append(
-            f"| {key[0]} | {key[1]} | {len(own)} | {wall} | {cpu} | {per:.2f} "
+            f"| {key[0]} | {key[2]} | {key[1]} | {len(own)} | {wall} | {cpu} | {per:.2f} "
             f"| {last['filled']} of {last['drafted']} | {sum(cell['same'] for cell in own)} of {len(own)} |"
         )
     return "\n".join(lines)

@@ -1,40 +1,43 @@
 """What codecs of keys and values cost: divergence and perplexity against plain ones, bytes, and speed in interleaved pairs with plain.
 
-uv run python benchmarks/kv_codecs.py MODEL [--out cells.jsonl] [--data FILE] [--schemes 8,4,turbo] [--quality 512,2048,6144]
-                                            [--speed 1024,4096,7168] [--pairs 5] [--kernels native]
+uv run python benchmarks/kv_codecs.py MODEL [--out FOLDER] [--data FILE] [--schemes 8,4,turbo] [--quality 2048,6144,512]
+                                            [--speed 4096,1024,7168] [--pairs 5] [--kernels native] [--cells PATTERN ...] [--minutes N]
 
-Each cell is a line of the output file; cells that are there already are not measured again, so a run can be broken off and taken up.
-Quality: all positions of a text behind its first window of 64 tokens (which is attended plain under every codec), in windows of 64, mean
-over `--rows` texts. Speed: prefill of a text in windows of the engine's default chunk, then decoding; ratios are plain time over the
-codec's, median of pairs.
+A cell is a scheme, a context, and of speed a pair; several processes may share them (benchmarks/cells.py), and each ends with a table of
+all that is there. Quality is `gnomon eval`'s divergence: all positions of a text behind its first step of 64 tokens (which attends to
+plain keys and values under every codec), in steps of 64, over `--rows` texts. Speed: prefill of a text in windows of the engine's
+default chunk, then decoding; ratios are plain time over the codec's, median of pairs.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from functools import cache, partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
+from cells import Cell, add_arguments, results, run
 from gnomon.chat.tokenizer import Tokenizer
-from gnomon.config import EngineConfig, KvScheme, resolve
+from gnomon.config import EngineConfig, KernelConfig, KvScheme
 from gnomon.config.kv import parse_scheme
 from gnomon.engine.coding import coding_for
 from gnomon.engine.workspace import workspace_of
+from gnomon.evals.divergence import Positions, compare, condense, summarise
 from gnomon.kernels import dispatch, native
 from gnomon.models.load import LoadedModel, load
-from gnomon.quantize.kv import divergence
 from gnomon.state.batch_state import BatchState
 
-WINDOW = 64
+STEP = 64
 DECODED = 32
-SCHEMES = "8,4,turbo:k8v8,turbo:k8v4,turbo:k8v3,turbo:k4v3,turbo:k8v2,turbo:k4v2"
+SCHEMES = "turbo:k8v3,8,4,turbo:k8v4,turbo:k8v8,turbo:k4v3,turbo:k8v2,turbo:k4v2"
+"""The default of `turbo` and the affine ones first."""
 
 
 class Side:
@@ -63,29 +66,22 @@ class Side:
         return logits
 
 
-def quality(plain: Side, coded: Side, rows: Sequence[Sequence[int]]) -> dict[str, float]:
-    """Mean KL in nats, and both perplexities."""
-    kl, losses, count = 0.0, [0.0, 0.0], 0
+def quality(plain: Side, coded: Side, rows: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Divergence of the codec's distributions from plain ones, and both perplexities."""
+    found: list[Positions] = []
     for row in rows:
-        states = [plain.state(), coded.state()]
-        for start in range(0, len(row) - 1, WINDOW):
-            window, targets = row[start : start + WINDOW], mx.array(list(row[start + 1 : start + WINDOW + 1]))
-            found = [
-                side.forward(state, window)[0, : targets.size].astype(mx.float32)
+        states, steps = [plain.state(), coded.state()], list[Positions]()
+        for start in range(0, len(row) - 1, STEP):
+            window, targets = row[start : start + STEP], mx.array(list(row[start + 1 : start + STEP + 1]))
+            reference, own = (
+                side.forward(state, window)[0, : targets.size]
                 for side, state in zip((plain, coded), states, strict=True)
-            ]
-            if not start:
-                continue
-            kl += float(divergence(*found).sum().item())
-            for i, logits in enumerate(found):
-                chosen = mx.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
-                losses[i] += float((mx.logsumexp(logits, axis=-1) - chosen).sum().item())
-            count += targets.size
-    return {
-        "kl": kl / count,
-        "perplexity_plain": math.exp(losses[0] / count),
-        "perplexity": math.exp(losses[1] / count),
-    }
+            )
+            if start:
+                steps.append(compare(condense(reference, targets, reference.shape[-1]), own, targets))
+        found.append(Positions.join(steps))
+    summary = summarise(found)
+    return {**asdict(summary), "kl": summary.mean.value}
 
 
 def timed(side: Side, row: Sequence[int], chunk: int) -> tuple[float, float, int]:
@@ -102,70 +98,121 @@ def timed(side: Side, row: Sequence[int], chunk: int) -> tuple[float, float, int
     return prefilled - begun, (ended - prefilled) / DECODED, state.nbytes()
 
 
-def speed(plain: Side, coded: Side, row: Sequence[int], pairs: int, chunk: int) -> dict[str, Any]:
-    """Ratios above 1 are gains of the codec."""
-    ratios: list[tuple[float, float]] = []
-    held = [0, 0]
-    for pair in range(-1, pairs):
-        order = ((0, plain), (1, coded)) if pair % 2 else ((1, coded), (0, plain))
-        runs = {i: timed(side, row, chunk) for i, side in order}
-        held = [runs[0][2], runs[1][2]]
-        if pair >= 0:
-            ratios.append((runs[0][0] / runs[1][0], runs[0][1] / runs[1][1]))
-    prefill, decode = zip(*ratios, strict=True)
+def speed(plain: Side, coded: Side, row: Sequence[int], pair: int, chunk: int) -> dict[str, Any]:
+    """One pair; who goes first alternates. Ratios above 1 are gains of the codec."""
+    sides = {"plain": plain, "coded": coded}
+    runs = {name: timed(sides[name], row, chunk) for name in sorted(sides, reverse=pair % 2 == 0)}
+    (prefill, decode, held), (coded_prefill, coded_decode, coded_held) = runs["plain"], runs["coded"]
     return {
-        "prefill_ratio": statistics.median(prefill),
-        "prefill_ratios": prefill,
-        "decode_ratio": statistics.median(decode),
-        "decode_ratios": decode,
-        "bytes_plain": held[0],
-        "bytes": held[1],
+        "prefill_ratio": prefill / coded_prefill,
+        "decode_ratio": decode / coded_decode,
+        "plain_prefill_rate": (len(row) - 1) / prefill,
+        "plain_decode_rate": 1 / decode,
+        "bytes_plain": held,
+        "bytes": coded_held,
     }
 
 
-def cells(args: argparse.Namespace) -> Iterator[tuple[str, str, int]]:
-    for scheme in args.schemes.split(","):
-        for length in filter(None, args.quality.split(",")):
-            yield "quality", scheme, int(length)
-        for length in filter(None, args.speed.split(",")):
-            yield "speed", scheme, int(length)
+class Bench:
+    """A model, a text, and the sides that cells ask for."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.loaded = load(args.model)
+        self.kernels = native.prepare(self.loaded.model, args.kernels, cache=KernelConfig().kernel_cache)
+        root = Path(__file__).parent.parent
+        files = [args.data] if args.data else [root / "README.md", *sorted((root / "docs").glob("*.md"))]
+        self.text = Tokenizer.load(args.model).encode("\n\n".join(file.read_text("utf-8") for file in files))
+        self.plain = Side(self.loaded, KvScheme())
+        self.sides: dict[str, Side] = {}
+
+    def coded(self, scheme: str) -> Side:
+        """A scheme's side, warm. Raises ValueError for one that the model can't run under."""
+        if scheme not in self.sides:
+            side = self.sides[scheme] = Side(self.loaded, parse_scheme(scheme))
+            for one in (self.plain, side):
+                timed(one, self.text[: 2 * STEP], STEP)
+        return self.sides[scheme]
+
+    def rows(self, context: int) -> list[Sequence[int]]:
+        if len(self.text) <= context:
+            raise ValueError(f"the text has {len(self.text)} tokens, {context + 1} are needed")
+        stride = max(1, (len(self.text) - context - 1) // max(1, self.args.rows))
+        return [self.text[i * stride : i * stride + context + 1] for i in range(self.args.rows)]
+
+    def cell(self, kind: str, scheme: str, context: int, pair: int) -> dict[str, Any]:
+        coded, rows = self.coded(scheme), self.rows(context)
+        about = {
+            "kind": kind,
+            "scheme": scheme,
+            "context": context,
+            "model": self.loaded.path.name,
+            "device": str(mx.default_device()),
+            "kernels": self.kernels.name,
+        }
+        if kind == "quality":
+            return {**about, **quality(self.plain, coded, rows)}
+        return {**about, "pair": pair, **speed(self.plain, coded, rows[0], pair, EngineConfig().prefill_chunk)}
+
+
+def cells(bench: Callable[[], Bench], args: argparse.Namespace) -> Iterator[Cell]:
+    """The middle context first, each with all schemes; one pair of each speed before the second of any."""
+    schemes = args.schemes.split(",")
+    lengths = {
+        kind: [int(one) for one in filter(None, getattr(args, kind).split(","))] for kind in ("quality", "speed")
+    }
+    for quality_at, speed_at in zip_longest(lengths["quality"], lengths["speed"]):
+        for kind, context, pairs in (("quality", quality_at, 1), ("speed", speed_at, args.pairs)):
+            for pair in range(pairs if context is not None else 0):
+                for scheme in schemes:
+                    name = f"{kind} {args.kernels} {scheme} {context}" + (f" pair {pair}" if kind == "speed" else "")
+                    yield Cell(name, partial(lambda *what: bench().cell(*what), kind, scheme, context, pair))
+
+
+def table(found: Sequence[dict[str, Any]]) -> str:
+    lines = [
+        "| Scheme | Kernels | Context | KL, nats | 99 % | Same token | Perplexity | Bytes / plain | Prefill ratio | Decode ratio | Pairs |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    good = [one for one in found if "error" not in one]
+    for kernels, scheme, context in dict.fromkeys((one["kernels"], one["scheme"], one["context"]) for one in good):
+        own = [one for one in good if (one["kernels"], one["scheme"], one["context"]) == (kernels, scheme, context)]
+        pairs = [one for one in own if one["kind"] == "speed"]
+        told = ["", "", "", "", "", "", ""]
+        for one in own:
+            if one["kind"] == "quality":
+                told[:3] = (
+                    f"{one['kl']:.2e}",
+                    f"{one['percentile_99']['value']:.2e}",
+                    f"{one['agreement']['value']:.1%}",
+                )
+                told[3] = f"{one['perplexity']:.2f} ({one['perplexity_reference']:.2f})"
+        if pairs:
+            told[4] = f"{pairs[-1]['bytes'] / pairs[-1]['bytes_plain']:.3f}"
+            told[5], told[6] = (_ratio([one[name] for one in pairs]) for name in ("prefill_ratio", "decode_ratio"))
+        lines.append(f"| {scheme} | {kernels} | {context} | {' | '.join(told)} | {len(pairs) or ''} |")
+    return "\n".join(lines)
+
+
+def _ratio(values: Sequence[float]) -> str:
+    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
-    parser.add_argument("--out", type=Path, default=Path("kv_codecs.jsonl"))
     parser.add_argument("--data", type=Path, default=None, help="text (default: this repository's documentation)")
     parser.add_argument("--schemes", default=SCHEMES)
-    parser.add_argument("--quality", default="512,2048,6144")
-    parser.add_argument("--speed", default="1024,4096,7168")
+    parser.add_argument("--quality", default="2048,6144,512")
+    parser.add_argument("--speed", default="4096,1024,7168")
     parser.add_argument("--rows", type=int, default=2)
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--kernels", choices=("stock", "native"), default="stock")
+    parser.add_argument("--kernels", choices=("stock", "native"), default="native")
+    add_arguments(parser, "kv_codecs")
     args = parser.parse_args()
-    loaded = load(args.model)
-    kernels = native.prepare(loaded.model, args.kernels, cache=resolve().paths.cache / "kernels")
-    root = Path(__file__).parent.parent
-    files = [args.data] if args.data else [root / "README.md", *sorted((root / "docs").glob("*.md"))]
-    text = Tokenizer.load(args.model).encode("\n\n".join(file.read_text("utf-8") for file in files))
-    about = {"model": loaded.path.name, "device": str(mx.default_device()), "native": kernels.native, "rows": args.rows}
-    done = {
-        (cell["cell"], cell["scheme"], cell["context"], cell["native"])
-        for line in (args.out.read_text("utf-8").splitlines() if args.out.exists() else ())
-        for cell in [json.loads(line)]
-    }
-    plain, chunk = Side(loaded, KvScheme()), EngineConfig().prefill_chunk
-    for cell, scheme, context in cells(args):
-        if (cell, scheme, context, kernels.native) in done:
-            continue
-        coded = Side(loaded, parse_scheme(scheme))
-        stride = max(1, (len(text) - context - 1) // max(1, args.rows))
-        rows = [text[i * stride : i * stride + context + 1] for i in range(args.rows)]
-        found = quality(plain, coded, rows) if cell == "quality" else speed(plain, coded, rows[0], args.pairs, chunk)
-        line = json.dumps({"cell": cell, "scheme": scheme, "context": context, **about, **found})
-        with args.out.open("a", encoding="utf-8") as out:
-            out.write(line + "\n")
-        print(line, flush=True)
+    run(list(cells(cache(lambda: Bench(args)), args)), args)
+    if not args.list:
+        print(table(results(args.out)))
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def start(a: argparse.Namespace, port: int) -> tuple[str, Callable[[], None], st
     if a.binary is not None:
         options = ["-m", str(a.gguf), "-c", str(a.context), "-np", str(a.slots), "-t", str(a.threads)]
         child = subprocess.Popen(
-            [str(a.binary), *options, "-tb", str(a.threads), "--port", str(port), "--host", "127.0.0.1"],
+            [str(a.binary), *options, "-tb", str(a.threads), "--kv-unified", "--port", str(port), "--host", "127.0.0.1"],
             stdin=subprocess.DEVNULL, stdout=sys.stderr,
         )  # fmt: skip
 
@@ -68,7 +68,7 @@ def start(a: argparse.Namespace, port: int) -> tuple[str, Callable[[], None], st
 
     params = xllamacpp.CommonParams()
     params.model.path = str(a.gguf)
-    params.n_ctx, params.n_parallel = a.context, a.slots
+    params.n_ctx, params.n_parallel, params.kv_unified = a.context, a.slots, True
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = a.threads
     params.hostnames, params.port, params.verbosity = ["127.0.0.1"], port, 1
     held: list[Any] = [xllamacpp.Server(params)]

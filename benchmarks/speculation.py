@@ -1,9 +1,9 @@
 """Prompt lookup, or a draft model, against plain decoding: the same requests through two engines of one process, in alternating pairs.
 
 uv run python benchmarks/speculation.py MODEL [--draft DIR] [--kernels native] [--batches 1 4 8] [--pairs 5] [--tokens 128]
-                                              [--out cells.jsonl] [--random-1b DIR]
+                                              [--out FOLDER] [--cells 'code*'] [--minutes N] [--random-1b DIR]
 
-Every cell (workload, batch) is a line of --out; cells that are there already are not run again. --random-1b makes a model of the shape of
+A cell is a workload and a batch; several processes may share them (benchmarks/cells.py). --random-1b makes a model of the shape of
 Llama 3.2 1B with random weights in DIR, with MODEL's tokenizer, and measures that.
 """
 
@@ -16,7 +16,7 @@ import statistics
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 
+from cells import Cell, add_arguments, results, run
 from gnomon.chat.tokenizer import Tokenizer
 from gnomon.config import EngineConfig, KernelConfig, SpeculationConfig, resolve
 from gnomon.engine.api import Delta, Event, Failed, Finished, Request
@@ -57,30 +58,6 @@ WORKLOADS = {
                       "a night market", "the last bee")
     ],
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One measured pairing. Rates are tokens per second of decoding over all rows, medians; `ratio` is that of speeds, pair by pair."""
-
-    model: str
-    device: str
-    kernels: str
-    workload: str
-    batch: int
-    off: float
-    on: float
-    ratio: float
-    low: float
-    high: float
-    chosen: float
-    acceptance: float | None
-    differing: int
-    pairs: int
-
-    @property
-    def key(self) -> tuple[str, str, str, str, int]:
-        return self.model, self.device, self.kernels, self.workload, self.batch
 
 
 def serve(engine: Engine, requests: Sequence[Request]) -> tuple[float, list[tuple[int, ...]]]:
@@ -179,46 +156,63 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", choices=tuple(WORKLOADS), default=list(WORKLOADS))
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--out", type=Path, default=Path("speculation.jsonl"))
     parser.add_argument("--random-1b", type=Path)
+    add_arguments(parser, "speculation")
     args = parser.parse_args()
     path = args.model if args.random_1b is None else make_1b(args.random_1b, args.model)
-    cache, tokenizer = resolve().paths.cache, Tokenizer.load(path)
+    measurements, tokenizer = resolve().paths.cache, Tokenizer.load(path)
     config = EngineConfig(prompt_cache=0, batch=max(args.batches))
     wanted = SpeculationConfig(str(args.draft)) if args.draft else SpeculationConfig(draft_kind="ngram")
-    done = (
-        {tuple(json.loads(line)["key"]) for line in args.out.read_text().splitlines()} if args.out.exists() else set()
-    )
-    engines = {
-        name: load(
-            path,
-            Settings(
-                engine=config,
-                kernels=KernelConfig(kernels=args.kernels),
-                speculation=speculation,
-                measurements=cache,
-            ),
-        )
-        for name, speculation in (("off", SpeculationConfig()), ("on", wanted))
-    }
-    device = str(mx.default_device())
-    for workload in args.workloads:
-        for batch in args.batches:
-            kind = f"{args.kernels} {'two-model' if args.draft else 'ngram'}"
-            if (path.name, device, kind, workload, batch) in done:
-                continue
-            cell = Cell(path.name, device, kind, workload, batch, **measure(engines, tokenizer, workload, batch, args))
-            with args.out.open("a") as out:
-                out.write(json.dumps({"key": cell.key, **asdict(cell)}) + "\n")
-            print(
-                f"{workload}, batch {batch}: off {cell.off:.1f} token/s, on {cell.on:.1f} token/s, ratio {cell.ratio:.2f} "
-                f"({cell.low:.2f} to {cell.high:.2f}), guessed in {cell.chosen:.0%} of steps, accepted {cell.acceptance or 0:.0%}, "
-                f"{cell.differing} of {batch} answers differ, {cell.pairs} pairs",
-                flush=True,
+
+    @cache
+    def engines() -> dict[str, Engine]:
+        return {
+            name: load(
+                path,
+                Settings(
+                    engine=config,
+                    kernels=KernelConfig(kernels=args.kernels),
+                    speculation=speculation,
+                    measurements=measurements,
+                ),
             )
-    print(json.dumps(engines["on"].stats()["speculation"]["curve"]))
-    for engine in engines.values():
-        engine.stop()
+            for name, speculation in (("off", SpeculationConfig()), ("on", wanted))
+        }
+
+    device, kind = str(mx.default_device()), f"{args.kernels} {'two-model' if args.draft else 'ngram'}"
+
+    def cell(workload: str, batch: int) -> dict[str, Any]:
+        about = {"model": path.name, "device": device, "kernels": kind, "workload": workload, "batch": batch}
+        return {**about, **measure(engines(), tokenizer, workload, batch, args)}
+
+    work = [
+        Cell(f"{workload} batch {batch} {kind} {path.name}", partial(cell, workload, batch))
+        for batch in args.batches
+        for workload in args.workloads
+    ]
+    try:
+        run(work, args)
+    finally:
+        if engines.cache_info().currsize:
+            print(json.dumps(engines()["on"].stats()["speculation"]["curve"]))
+            for engine in engines().values():
+                engine.stop()
+    if not args.list:
+        print(table([one for one in results(args.out) if "error" not in one]))
+
+
+def table(found: Sequence[dict[str, Any]]) -> str:
+    lines = [
+        "| Workload | Batch | Model, kernels | Off, token/s | On, token/s | Ratio (range) | Guessed | Accepted | Differing | Pairs |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {c['workload']} | {c['batch']} | {c['model']}, {c['kernels']} | {c['off']:.1f} | {c['on']:.1f} "
+        f"| {c['ratio']:.2f} ({c['low']:.2f} to {c['high']:.2f}) | {c['chosen']:.0%} | {c['acceptance'] or 0:.0%} "
+        f"| {c['differing']} of {c['batch']} | {c['pairs']} |"
+        for c in found
+    ]
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,8 @@ def main() -> None:
         sys.exit("no Chromium on this machine (Debian: apt install chromium)")
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         store = Store(Path(folder))
-        for run in (load(report_runs.REPLAY), report_runs.three_arms()):
+        legs = (report_runs.serving(*leg) for leg in report_runs.SERVING)
+        for run in (load(report_runs.REPLAY), report_runs.three_arms(), *legs):
             store.save(run)
         page_file = store.directory / "report.html"
         page_file.write_text(render(*store.runs(), store.directory), encoding="utf-8")

@@ -42,6 +42,29 @@ def three_arms() -> Run:
     )  # fmt: skip
 
 
+def serving(leg: str, cell: str, metric: str, ours: float, theirs: float | None) -> Run:
+    """A leg of the serving suite, on five blocks; without `theirs` the other server answered 429 to everything."""
+    arms, samples = ("gnomon", "mlx_lm.server"), []
+    for block in range(5):
+        for slot, (arm, value) in enumerate(zip(arms, (ours, theirs), strict=True)):
+            changes = {"cell": cell, "work": records.WORK, "metrics": {metric: value * (1 + block / 500)}} if value else {
+                "cell": cell, "status": "failed", "reason": "all 10 requests were refused: status 429"}  # fmt: skip
+            samples.append(records.sample(2 * block + slot, block, arm, None, **changes))
+    origin = records.provenance(model_path="/models/starter", model_sha256="5" * 64)
+    return records.run(
+        samples, id=f"{sum(map(ord, leg)):08x}", kind="serve", provenance=origin, complete=True, planned_blocks=5,
+        name=f"serve, {leg}, {cell}, gnomon / mlx_lm.server, 5 blocks, seed 1",
+        arms=tuple(Arm(name=name, kind="server") for name in arms),
+        comparisons=(compare(samples, cell, "mlx_lm.server", "gnomon", metric, primary=True),),
+    )  # fmt: skip
+
+
+SERVING = (
+    ("decode", "stream:1x64", records.RATE, 90.0, 30.0),
+    ("poisson", "poisson:10x24@1.5:1:0.1", "goodput_requests_per_second", 1.25, None),
+)
+
+
 def hostile() -> Run:
     """Everything that a result takes from outside is markup."""
     samples = [
@@ -62,7 +85,8 @@ def hostile() -> Run:
 def fill(directory: Path) -> Store:
     """Save them all under `directory`."""
     store = Store(directory)
-    for run in (load(REPLAY), three_arms(), quality("1", 1e8, 21.5), quality("2", 3e8, 17.25), hostile()):
+    legs = (serving(*leg) for leg in SERVING)
+    for run in (load(REPLAY), three_arms(), quality("1", 1e8, 21.5), quality("2", 3e8, 17.25), hostile(), *legs):
         store.save(run)
     (directory / "20250101T000000Z-ab-00000000.json").write_text('{"format": 99}')
     (directory / "a:b <i>.json").write_text("no JSON")

@@ -1,7 +1,8 @@
 """An HTTP server of completions that behaves and misbehaves on order. No model.
 
 `python scripted_server.py PORT '{"gap": 0.01, "fault": "no usage"}'`; `after` answers so many requests well before the fault begins,
-`memory` remembers prompts word by word (in the file `state` too, if that is given).
+`memory` remembers prompts word by word (in the file `state` too, if that is given),
+`loading` lists models before it is well.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ STATE = Path(PLAN["state"]) if PLAN.get("state") else None
 KNOWN: list[list[str]] = json.loads(STATE.read_text()) if STATE is not None and STATE.exists() else []
 OPEN = 0
 SEEN = 0
+BEGAN = time.perf_counter()
 
 
 def reused(prompt: str) -> tuple[int, int]:
@@ -50,6 +52,8 @@ class Handler(BaseHTTPRequestHandler):
             self._send(200, PLAN["stats"])
         elif self.path == "/stats":
             self._send(404, {})
+        elif self.path == "/health" and time.perf_counter() - BEGAN < PLAN.get("loading", 0):
+            self._send(503, {"error": {"message": "Loading model"}})
         else:
             self._send(200, {"object": "list", "data": [{"id": "scripted"}]})
 

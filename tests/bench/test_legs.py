@@ -107,6 +107,12 @@ def test_restart_reuses_what_lies_on_disk(tmp_path: Path) -> None:
     assert kept.work == lost.work
 
 
+def test_a_server_that_lists_its_model_while_it_loads_isnt_ready() -> None:
+    with running(loading=0.4) as arm:
+        assert arm.ready_seconds >= 0.4
+        assert arm.served == "scripted"
+
+
 def test_clients_of_a_closed_loop_wait_for_their_answers() -> None:
     found = one("loop:3x4x2", gap=0.02)
     assert found.work.output_tokens == 24
@@ -246,6 +252,7 @@ def test_parity_of_finish_and_count() -> None:
     assert base.against(base, "A") is None
     assert "finish reason" in (Probe("text", 3, 8, "stop").against(base, "A") or "")
     assert "7 output tokens" in (Probe("text", 3, 7, "length").against(base, "A") or "")
+    assert "in nothing else" in (Probe(" text", 3, 8, "length").against(base, "A") or "")
     assert "character 4" in (Probe("texts", 3, 8, "length").against(base, "A") or "")
 
 

@@ -116,6 +116,17 @@ def test_doubts_are_told(page: Page) -> None:
     assert "Cut short: the lid was closed." in page.text
 
 
+def test_legs_of_the_serving_suite_stand_side_by_side(page: Page) -> None:
+    """Medians of the replay by hand: of 90 x (1 + n / 500), n below 5, the middle one is n = 2."""
+    decode = next(row for row in page.rows if row[0] == "decode stream:1x64")
+    assert decode[1:4] == ["decode_tokens_per_second, higher is better", "90.36 token/s", "30.12 token/s"]
+    assert decode[4].startswith("mlx_lm.server: 3.000 [3.000, 3.000] repeatable win")
+    poisson = next(row for row in page.rows if row[0] == "poisson poisson:10x24@1.5:1:0.1")
+    assert poisson[2:5] == ["1.25 request/s", "—", ""]
+    assert "mlx_lm.server: 5 of 5 did not count (failed: all 10 requests were refused: status 429)" in poisson[5]
+    assert "Not measured: readiness, parity, first-token, prefill, long-prefill, depth, restart" in page.text
+
+
 def test_quality_against_size_across_models(page: Page) -> None:
     assert "small-1 (11111111), gnomon: 95.4 MiB, 21.5" in page.text
     assert "small-2 (22222222), gnomon: 286.1 MiB, 17.25" in page.text
@@ -124,7 +135,12 @@ def test_quality_against_size_across_models(page: Page) -> None:
 def test_links_lead_to_the_raw_data(page: Page, store: Store) -> None:
     links = [attrs["href"] or "" for tag, attrs in page.elements if tag == "a"][1:]
     assert all(not urlparse(link).scheme for link in links)
-    assert sorted(store.directory / unquote(link) for link in links) == sorted(store.files())
+    files = [link for link in links if not link.startswith("#")]
+    assert sorted(store.directory / unquote(link) for link in files) == sorted(store.files())
+    targets = {attrs.get("id") for _, attrs in page.elements}
+    inside = [link[1:] for link in links if link.startswith("#")]
+    assert len(inside) == len(report_runs.SERVING)
+    assert set(inside) <= targets
 
 
 def test_unreadable_files_are_named(page: Page) -> None:
@@ -165,4 +181,4 @@ def test_the_command_writes_beside_the_results(tmp_path: Path, capsys: pytest.Ca
     deeper.mkdir()
     assert main(["bench", "report", "--out", str(results), "--html", str(deeper / "x.html")], variables) == 0
     links = [attrs["href"] or "" for tag, attrs in Page((deeper / "x.html").read_text()).elements if tag == "a"][1:]
-    assert all((deeper / unquote(link)).resolve().is_file() for link in links)
+    assert all((deeper / unquote(link)).resolve().is_file() for link in links if not link.startswith("#"))

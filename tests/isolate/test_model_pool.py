@@ -310,6 +310,18 @@ def test_stopping_does_not_wait_for_a_model_that_is_being_loaded(make) -> None:
     assert psutil.Process().children() == []
 
 
+def test_a_model_that_ends_leaves_the_pool_well(make, tmp_path: Path) -> None:
+    pool = make(entry("a", f"writes {tmp_path / 'states'}"))
+    lease = get(pool, "a")
+    lease.release()
+    unloading = threading.Thread(target=pool.unload, args=("a", LONG))
+    unloading.start()
+    eventually(lambda: lease.parts.health().state == "stopped")
+    assert pool.health().state == "ok"
+    unloading.join(LONG)
+    assert states(pool)["a"] == "cold"
+
+
 def test_those_who_wait_at_a_drain_hear_of_it(make) -> None:
     pool = make(room=NEED)
     held = get(pool, "a")

@@ -163,16 +163,18 @@ def test_ten_switches_under_load(cache: Path, tmp_path: Path) -> None:
             streamed(client, name, 200)
         eventually(lambda: list(states(url).values()).count("cold") == 2)
         before = server.memory_info().rss, server.num_fds(), len(server.children(recursive=True))
-        loads = get(f"{url}/stats")["pool"]["loads"]
+        enough = get(f"{url}/stats")["pool"]["loads"] + 10
         got: list[tuple[str, str]] = []
         broken: list[BaseException] = []
 
         def load(number: int) -> None:
-            # Each stream asks for another model than the one before, so that every turn is a switch.
+            # Each asks for another model than before and than the others, until there were ten switches.
             try:
-                for turn in range(6):
-                    name = NAMES[(turn + number // 2) % 3]
+                turn = number
+                while get(f"{url}/stats")["pool"]["loads"] < enough:
+                    name = NAMES[turn % 3]
                     got.append((name, streamed(client, name, 200)))
+                    turn += 1
             except BaseException as error:  # noqa: BLE001  (told by the test)
                 broken.append(error)
 
@@ -182,10 +184,9 @@ def test_ten_switches_under_load(cache: Path, tmp_path: Path) -> None:
         for one in threads:
             one.join(900)
         assert not broken
-        assert len(got) == 24
+        assert len(got) >= 10
         assert all(text == want[name] for name, text in got)
         pool = get(f"{url}/stats")["pool"]
-        assert pool["loads"] - loads >= 10
         assert pool["waiting"] == 0
         eventually(lambda: list(states(url).values()).count("cold") == 2)
         after = server.memory_info().rss, server.num_fds(), len(server.children(recursive=True))

@@ -253,7 +253,7 @@ class ServerContender:
         self.served: str | None = None
 
     def start(self) -> None:
-        """Start the server and wait until it lists its models."""
+        """Start the server and wait until it lists its models and, where it has `/health`, is well."""
         if self._child is not None and self._child.poll() is None:
             return
         self.stop()
@@ -272,8 +272,8 @@ class ServerContender:
             base_url=f"http://127.0.0.1:{port}",
             timeout=30,
             trust_env=False,
-            # Scheduled requests wait for the server, never for a connection of this side.
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=20),
+            # A connection for each request: none waits for another's, and none meets one that the server has just closed as idle.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
         )
         deadline = self._spawned + START_TIMEOUT
         while True:
@@ -281,7 +281,8 @@ class ServerContender:
                 raise ArmFailed(f"the server ended with exit status {self._child.returncode}: {self._tail()}")
             with suppress(httpx.TransportError):
                 answer = self._client.get("/v1/models")
-                if answer.status_code == 200:
+                # A server that lists its models while it loads them says so under /health, if it has that.
+                if answer.status_code == 200 and self._client.get("/health").status_code < 500:
                     self.served = served_id(answer) if self.arm.kind == "command" else None
                     break
             if time.perf_counter() > deadline:

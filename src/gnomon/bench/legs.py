@@ -59,6 +59,8 @@ class Probe:
         """How this answer differs from `arm`'s, or None. Another prompt length is drift of tokenizer or template, not of text."""
         if self.prompt_tokens != other.prompt_tokens:
             return f"tokenizer or template drift: the prompt has {self.prompt_tokens} tokens, {arm}'s {other.prompt_tokens}"
+        if self.text != other.text and self.text.lstrip() == other.text.lstrip():
+            return f"the text differs from {arm}'s in the space that it begins with, and in nothing else"
         if self.text != other.text:
             pairs = zip(self.text, other.text, strict=False)
             place = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(self.text), len(other.text)))

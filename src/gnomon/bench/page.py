@@ -22,10 +22,12 @@ from urllib.parse import quote
 import jinja2
 
 from gnomon.bench.compare import compare, difference
+from gnomon.bench.overview import model_name, overviews
 from gnomon.bench.plots import Rows, Scatter, Value, differences, distributions, scatter
 from gnomon.bench.report import number, ratio
 from gnomon.bench.schema import METRICS, Comparison, Run, Sample, Work
 from gnomon.bench.store import Unreadable, now
+from gnomon.bench.suite import LEGS
 
 MEMORY = ("peak_resident_bytes", "peak_active_bytes", "resident_bytes", "active_bytes")
 QUALITY = ("perplexity", "kl_divergence", "accuracy")
@@ -108,6 +110,7 @@ def render(runs: Sequence[tuple[Path, Run]], unreadable: Sequence[Unreadable], b
     return environment.from_string(text).render(
         views=views,
         unreadable=[(bad, _link(bad.path, beside)) for bad in unreadable],
+        serving=overviews([run for _, run in runs], list(LEGS)),
         quality=_quality(runs),
         filters=_filters(views),
         made=now(),
@@ -130,11 +133,6 @@ def _link(path: Path, beside: Path) -> str:
         return path.resolve().as_uri()
     # A first segment with a colon would be taken for a scheme.
     return "./" + quote(Path(relative).as_posix())
-
-
-def _model(run: Run) -> str:
-    name = Path(run.provenance.model_path).name if run.provenance.model_path else "no model"
-    return f"{name} ({run.provenance.model_sha256[:8]})" if run.provenance.model_sha256 else name
 
 
 def _filters(views: Sequence[RunView]) -> list[tuple[str, str, list[str]]]:
@@ -167,7 +165,7 @@ def _run(path: Path, run: Run, beside: Path) -> RunView:
         run=run,
         href=_link(path, beside),
         file=path.name,
-        model=_model(run),
+        model=model_name(run),
         state="diagnostic" if run.diagnostic else "complete" if run.complete else "cut short",
         doubts=tuple(doubts),
         arms=json.dumps([arm.name for arm in run.arms]),
@@ -323,4 +321,4 @@ def _collect(
             tasks.setdefault(f"{s.work.task} ({(s.work.prompt or 'no digest')[:8]})", []).append(s)
     for task, own in tasks.items():
         x, y = median(_values(own, "weight_bytes")), median(_values(own, metric))
-        groups.setdefault((metric, task), []).append(Value(f"{_model(run)}, {arm}", x, y, run.id))
+        groups.setdefault((metric, task), []).append(Value(f"{model_name(run)}, {arm}", x, y, run.id))

@@ -16,11 +16,12 @@ from typing import Literal
 from pydantic import JsonValue
 
 from gnomon.bench.legs import LegContender, Parity
+from gnomon.bench.overview import row
 from gnomon.bench.preflight import awake, preflight, require_quiet
 from gnomon.bench.provenance import HashCache, provenance, source_sha256
-from gnomon.bench.report import medians, number, ratio, table
+from gnomon.bench.report import table
 from gnomon.bench.runner import Interrupted, Plan, Runner
-from gnomon.bench.schema import METRICS, Arm, Comparison, Provenance, Run
+from gnomon.bench.schema import Arm, Provenance, Run
 from gnomon.bench.session import Pairing, Session, pairings
 from gnomon.bench.store import Store
 from gnomon.bench.workload import Cell
@@ -36,8 +37,6 @@ BUILT_IN: Mapping[str, str] = {
 }
 """Arms that need no command; a command that begins with `gnomon` or `mlx_lm.server` is run by this interpreter."""
 _ENTRY = {"gnomon": "gnomon.cli.main", "mlx_lm.server": "mlx_lm.server"}
-STABLE = 1.15
-"""Largest over smallest of an arm's samples beyond which a leg is called unstable."""
 LEGS: Mapping[str, Mapping[Size, str]] = {
     "readiness": {"small": "start:2", "standard": "start:2", "large": "start:2"},
     "parity": {"small": "parity:8", "standard": "parity:64", "large": "parity:64"},
@@ -48,8 +47,8 @@ LEGS: Mapping[str, Mapping[Size, str]] = {
     "depth": {"small": "depth:6@48", "standard": "depth:32@2000", "large": "depth:64@16000"},
     "restart": {"small": "restart:24", "standard": "restart:700", "large": "restart:4000"},
     "concurrency": {"small": "loop:2x2x4", "standard": "loop:4x2x32", "large": "loop:8x4x128"},
-    "poisson": {"small": "poisson:3x4@4:5:1", "standard": "poisson:10x24@1.5:1:0.1", "large": "poisson:40x64@1:2:0.1"},
-    "constant": {"small": "constant:3x4@4:5:1", "standard": "constant:10x24@1.5:1:0.1", "large": "constant:40x64@1:2:0.1"},
+    "poisson": {"small": "poisson:3x4@4:5:1", "standard": "poisson:16x24@4:1:0.1", "large": "poisson:40x64@1:2:0.1"},
+    "constant": {"small": "constant:3x4@4:5:1", "standard": "constant:16x24@4:1:0.1", "large": "constant:40x64@1:2:0.1"},
     "cancellation": {"small": "cancel:64", "standard": "cancel:512", "large": "cancel:1024"},
     "conversations": {"small": "turns:2x2@12", "standard": "turns:3x3@150", "large": "turns:8x6@500"},
     "memory": {"small": "memory:4@24", "standard": "memory:16@1000", "large": "memory:64@8000"},
@@ -244,33 +243,11 @@ def _pairings(cell: Cell, sides: Sequence[Side], run: Run) -> list[Pairing]:
 def summary(runs: Sequence[Run]) -> str:
     """One table over all legs: what was declared to decide, every arm's median, the ratios, and what stands in the way of one."""
     names = list(dict.fromkeys(arm.name for run in runs for arm in run.arms))
-    rows = [_row(run, cell, names) for run in runs for cell in dict.fromkeys(s.cell for s in run.samples)]
-    return table(("leg", "metric", *names, "ratio (above 1 is better)", "remarks"), rows)
-
-
-def _row(run: Run, cell: str, names: Sequence[str]) -> list[str]:
-    metric = Cell.parse(cell).primary
-    unit = METRICS[metric].unit
-    shown: list[str] = []
-    remarks: list[str] = []
-    for name in names:
-        value = medians(run, cell, name).get(metric)
-        shown.append("—" if value is None else number(value, unit))
-        own = [s for s in run.samples if s.arm == name and s.cell == cell and s.block >= 0]
-        values = [s.metrics[metric] for s in own if s.status == "ok" and metric in s.metrics]
-        if len(values) > 1 and min(values) > 0 and max(values) / min(values) > STABLE:
-            remarks.append(f"{name} spreads by {max(values) / min(values):.2f}")
-        bad = [s for s in own if s.status != "ok"]
-        if bad:
-            remarks.append(f"{name}: {len(bad)} of {len(own)} did not count ({bad[-1].status}: {bad[-1].reason})")
-    deciding = [c for c in run.comparisons if c.primary]
-    remarks += [f"{c.baseline}: {c.reason}" for c in deciding if c.ratio is None]
-    if run.diagnostic:
-        remarks.append("diagnostic")
-    ratios = "; ".join(_against(c) for c in deciding if c.ratio is not None)
-    leg = run.name.split(", ")[1]
-    return [f"{leg} `{cell}`", metric, *shown, ratios or "—", "; ".join(remarks)]
-
-
-def _against(comparison: Comparison) -> str:
-    return f"{comparison.baseline}: {ratio(comparison)} {comparison.outcome}"
+    rows = [one for one in (row(run, names) for run in runs) if one is not None]
+    return table(
+        ("leg", "metric", *names, "ratio (above 1 is better)", "remarks"),
+        (
+            [f"{one.leg} `{one.cell}`", one.metric, *one.values, "; ".join(one.ratios) or "—", "; ".join(one.remarks)]
+            for one in rows
+        ),
+    )

@@ -185,7 +185,12 @@ class ModelPool(Generic[P]):
         if self._draining:
             return Health("draining")
         ill: Health | None = None
-        for engine in self.engines().values():
+        with self._changed:
+            # Those that go are stopped by and by, which is no illness.
+            staying = [
+                one.engine for one in self._members.values() if one.engine is not None and one.state == "resident"
+            ]
+        for engine in staying:
             health = engine.health()
             if health.state == "ok":
                 return health

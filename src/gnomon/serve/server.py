@@ -291,6 +291,31 @@ async def in_thread(work: Callable[[], T]) -> T:
     return await future
 
 
+@contextlib.contextmanager
+def serving(app: FastAPI, engine: Supervised, bound: socket.socket, config: HTTPConfig) -> Generator[str]:
+    """The address at which a thread of this process serves `app` until the block ends; the engine is stopped then.
+
+    Raises StartupError when it can't start.
+    """
+    started = threading.Event()
+    server = Server(app, engine, config, started.set)
+
+    def run() -> None:
+        asyncio.run(server.serve([bound]))
+
+    thread = threading.Thread(target=run, name="server", daemon=True)
+    thread.start()
+    try:
+        while not started.wait(0.05):
+            if not thread.is_alive():
+                raise StartupError(f"can't serve at {address_of(bound)}: the log says why")
+        yield address_of(bound)
+    finally:
+        server.should_exit = True
+        thread.join()
+        app.state.services.preparation.close()
+
+
 def serve(
     app: FastAPI, engine: Supervised, bound: socket.socket, config: HTTPConfig, ready: Callable[[], None] | None = None
 ) -> int:

@@ -21,6 +21,9 @@ function filter() {
   for (const plot of document.querySelectorAll("#quality figure")) {
     plot.hidden = ![...plot.querySelectorAll("li")].some((one) => !one.hidden);
   }
+  for (const part of document.querySelectorAll(".serving")) {
+    part.hidden = ![...part.querySelectorAll("tbody tr")].some((one) => !one.hidden);
+  }
   document.getElementById("count").textContent = `${shown.size} of ${runs.length} runs shown`;
 }
 
