@@ -114,6 +114,9 @@ def soak(child: Child, seconds: float, agents: int, leaving: float, seed: int, d
     """Let the agents talk for so long."""
     report, lock = Report(), threading.Lock()
     begun = time.monotonic()
+    # An engine in a process of its own tells its sections from its first report on.
+    while "memory" not in child.stats():
+        time.sleep(0.1)
     report.before = take(child, begun, disk)
 
     def live(number: int) -> None:
