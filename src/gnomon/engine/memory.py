@@ -67,8 +67,8 @@ class Memory:
 
     def _shared_bytes(self, waiting: Iterable[Job]) -> int:
         """Bytes that the budget counts more than once: whole pages of several rows, and those that rows have and others will be lent."""
-        pages = self.runner.pages
-        if pages is None:
+        pages, budget = self.runner.pages, self.budget
+        if pages is None or (budget.limit is None and budget.kv_limit is None):
             return 0
         whole = [hold.page for table in list(pages.tables) for hold in table.whole()]
         lent = sum(self.reuse.num_pages_in_use(job) for job in waiting)
