@@ -22,7 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -215,7 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(told(report))
     if a.out is not None:
         a.out.parent.mkdir(parents=True, exist_ok=True)
-        a.out.write_text(json.dumps(asdict(report), indent=1))
+        a.out.write_text(json.dumps(vars(report), default=vars, indent=1))
     return 1 if report.failures or leaks(report) else 0
 
 
