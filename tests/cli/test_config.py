@@ -244,6 +244,20 @@ def test_schemes_of_keys_and_values(argv: list[str], environ: dict[str, str], na
     assert (scheme.name, scheme.fused, scheme.start) == (name, fused, 0)
 
 
+@pytest.mark.parametrize(
+    ("argv", "environ", "name", "paged"),
+    [
+        (["--paged-kv"], {}, "off", True),
+        (["--paged-kv", "--kv-quant", "4"], {}, "4", True),
+        (["--l2"], {"GNOMON_PAGED_KV": "1"}, "config", True),
+        (["--no-paged-kv"], {"GNOMON_PAGED_KV": "1"}, "off", False),
+    ],
+)
+def test_pages_go_with_every_scheme(argv: list[str], environ: dict[str, str], name: str, paged: bool):
+    scheme = resolve(*argv, **environ).kv.scheme
+    assert (scheme.name, scheme.paged, scheme.start) == (name, paged, 0)
+
+
 def test_schemes_that_cant_be_are_refused_by_who_named_them():
     with pytest.raises(c.ConfigError, match=r"^--kv-quant: keys in 3 bits: turbo takes 2, 4, 5, 8"):
         resolve("--kv-quant", "turbo:k3v3")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from speculating import FREE, rig_of
 from test_engine_resume import die
-from test_kv_matrix import KV_CONFIG, SCHEMES, loaded_of
+from test_kv_matrix import KV_CONFIG, PAGED, SCHEMES, loaded_of
 
 import tiny_models
 from engine_fixtures import Rig, tiny_loaded
@@ -24,6 +24,7 @@ from gnomon.models.load import LoadedModel
 from prefix_walk import tokens_of
 
 CHUNK = 64
+ALL = {**SCHEMES, **PAGED}
 PROMPT, MORE = tokens_of(300), tokens_of(70, seed=1)
 NGRAM = SpeculationConfig(draft_kind="ngram")
 DRAFT = SpeculationConfig(draft_model="tiny")
@@ -80,6 +81,7 @@ def sampled(cells: Sequence[tuple[str, ...]], every: int) -> list[Any]:
 
 
 SSD_CELLS = [(scheme, kind) for kind in ("sliding", "full", "recurrent", "shared") for scheme in SCHEMES]
+SSD_CELLS += [(scheme, "full") for scheme in PAGED]
 
 
 @pytest.mark.parametrize(("scheme", "kind"), sampled(SSD_CELLS, 5))
@@ -87,24 +89,24 @@ def test_coded_states_outlive_the_engine(scheme: str, kind: str, directory: Path
     """The second turn after a restart has the bits it has without one, in each of its choices; another codec finds nothing."""
     loaded, disk, scored = loaded_of(kind, directory), directory / "disk", SamplingParams(logprobs=0)
     loaded = replace(loaded, path=directory / kind)
-    with rig_on(None, loaded, SCHEMES[scheme]) as rig:
+    with rig_on(None, loaded, replace(ALL[scheme], paged=False)) as rig:
         first = ask(rig, "first")
         second = (*PROMPT, *first, *MORE)
         want = ask(rig, "second", second, sampling=scored)
         want_scores, want_cached = scores(rig, "second"), usage(rig, "second").cached_tokens
     assert want_cached == len(PROMPT) + len(first) - 1
-    with rig_on(disk, loaded, SCHEMES[scheme]) as rig:
+    with rig_on(disk, loaded, ALL[scheme]) as rig:
         assert ask(rig, "first") == first
-    with rig_on(disk, loaded, SCHEMES[scheme]) as rig:
+    with rig_on(disk, loaded, ALL[scheme]) as rig:
         assert ask(rig, "second", second, sampling=scored) == want
         assert scores(rig, "second") == want_scores
         assert (usage(rig, "second").cached_tokens, usage(rig, "second").cache_tier) == (want_cached, "ssd")
         rig.core.check_integrity()
-    with rig_on(disk, loaded, SCHEMES[scheme]) as rig:
+    with rig_on(disk, loaded, ALL[scheme]) as rig:
         ask(rig, "two", second, n=2)
         assert [rig.ids("two", index) for index in range(2)] == [want, want]
         assert usage(rig, "two").cache_tier == "ssd"
-    with rig_on(disk, loaded, SCHEMES["8" if scheme != "8" else "4"]) as rig:
+    with rig_on(disk, loaded, SCHEMES["8" if "8" not in scheme else "4"]) as rig:
         ask(rig, "other", second, max_tokens=1)
         assert usage(rig, "other").cached_tokens == 0
 
@@ -117,6 +119,7 @@ def small() -> LoadedModel:
 
 GUESSES = {"ngram": NGRAM, "draft": DRAFT, "both": BOTH}
 GUESS_CELLS = [(guess, scheme, kind) for scheme in SCHEMES for guess in GUESSES for kind in ("full", "sliding")]
+GUESS_CELLS += [(guess, scheme, "full") for scheme in PAGED for guess in GUESSES]
 
 
 @pytest.mark.parametrize(("guess", "scheme", "kind"), sampled(GUESS_CELLS, 7))
@@ -139,7 +142,7 @@ def test_guesses_over_coded_states_change_no_token_of_a_batch(
         EngineConfig(prefill_chunk=CHUNK, prompt_cache=0),
         draft=draft,
         curve=FREE,
-        kv=SCHEMES[scheme],
+        kv=ALL[scheme],
     )
     for one in asked.values():
         rig.submit(one)
@@ -147,7 +150,7 @@ def test_guesses_over_coded_states_change_no_token_of_a_batch(
     rig.finish()
     assert rig.counters.proposed_tokens > rig.counters.accepted_tokens
     for name, one in asked.items():
-        alone = Rig(loaded, EngineConfig(prefill_chunk=CHUNK, prompt_cache=0), kv=SCHEMES[scheme])
+        alone = Rig(loaded, EngineConfig(prefill_chunk=CHUNK, prompt_cache=0), kv=replace(ALL[scheme], paged=False))
         alone.submit(one)
         alone.finish()
         for index in range(one.n):
@@ -215,21 +218,24 @@ def test_a_closed_session_lets_go_of_everything_beside_a_draft_model(config: Spe
     assert ask(alone, "second", second) == want
 
 
-@pytest.mark.parametrize(("scheme", "kind"), sampled([("config", "sliding"), ("8", "full"), ("turbo", "recurrent")], 2))
+@pytest.mark.parametrize(
+    ("scheme", "kind"),
+    sampled([("config", "sliding"), ("8", "full"), ("turbo", "recurrent"), ("4 in pages", "full")], 2),
+)
 def test_an_interrupted_answer_goes_on_from_the_disk_over_coded_states(scheme: str, kind: str, directory: Path) -> None:
     """What the prompt's state was is read, what had been answered is told again, and the answer is the uninterrupted one."""
     loaded, disk, saves = replace(loaded_of(kind, directory), path=directory / kind), directory / "d", directory / "s"
-    with rig_on(None, loaded, SCHEMES[scheme]) as rig:
+    with rig_on(None, loaded, replace(ALL[scheme], paged=False)) as rig:
         whole = ask(rig, "whole", max_tokens=30)
     store = Store(saves, 4)
-    with rig_on(disk, loaded, SCHEMES[scheme], saves=store) as rig:
+    with rig_on(disk, loaded, ALL[scheme], saves=store) as rig:
         job = rig.submit(request("r", max_tokens=30))
         while not job.rows or len(job.rows[0].tokens) < 13:
             rig.turn()
         die(store)
         job.fail(RuntimeError("killed"), fatal=True)
     store = Store(saves, 4)
-    with rig_on(disk, loaded, SCHEMES[scheme], saves=store) as rig:
+    with rig_on(disk, loaded, ALL[scheme], saves=store) as rig:
         assert ask(rig, "r", max_tokens=30) == whole
         told = [event for event in rig.events["r"] if isinstance(event, Replayed)]
         assert len(told) == 1

@@ -40,9 +40,9 @@ class SideJob(ABC, Generic[T]):
         """How many of a prompt's tokens have to be computed."""
         return len(prompt)
 
-    def width(self, runner: Runner) -> int:
+    def width(self, runner: Runner, prompt: Sequence[int]) -> int:
         """The most tokens of a window."""
-        return runner.config.prefill_chunk
+        return runner.workspace.chunk(runner.config.prefill_chunk, len(prompt))
 
     @abstractmethod
     def forward(self, runner: Runner, window: mx.array, state: BatchState) -> mx.array:
@@ -55,7 +55,7 @@ class SideJob(ABC, Generic[T]):
     def advance(self, runner: Runner) -> None:
         """Run one window of the first prompt without a result."""
         prompt, start = self.prompts[len(self.results)], self.done
-        end = min(start + self.width(runner), self.needed(prompt))
+        end = min(start + self.width(runner, prompt), self.needed(prompt))
         made: mx.array | None = None
         if end > start:
             state = self.state = self.state or runner.new_state()

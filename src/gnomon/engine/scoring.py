@@ -38,8 +38,8 @@ class ScoringJob(SideJob[tuple[TokenLogprob, ...]]):
         # What comes after the last token is not asked for.
         return len(prompt) - 1
 
-    def width(self, runner: Runner) -> int:
-        return max(1, min(runner.config.prefill_chunk, LOGIT_BYTES // (4 * runner.loaded.vocab_size)))
+    def width(self, runner: Runner, prompt: Sequence[int]) -> int:
+        return max(1, min(super().width(runner, prompt), LOGIT_BYTES // (4 * runner.loaded.vocab_size)))
 
     def forward(self, runner: Runner, window: mx.array, state: BatchState) -> mx.array:
         return runner.loaded.model(window, cache=state.caches)

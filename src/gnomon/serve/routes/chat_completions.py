@@ -167,7 +167,7 @@ def boundary_of(rendered: Rendered, ids: Sequence[int]) -> int | None:
 @router.post("/v1/chat/completions", response_model=ChatCompletion, openapi_extra=json_body(ChatRequest))
 async def create(request: Request, services: Annotated[Services, Depends(services_of)]) -> Response:
     """Continue a conversation."""
-    body = await read_body(request, services.http.body_limit, services.timing.read)
+    body = await read_body(request, services.http.body_limit, services.timing)
     return await with_model(request, services, body, lambda own: answer(body, own, request.state.trace_id))
 
 

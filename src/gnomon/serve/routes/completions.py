@@ -109,7 +109,7 @@ def _encode(text: str, services: Services, *, reuse: bool) -> tuple[int, ...]:
 @router.post("/v1/completions", response_model=Completion, openapi_extra=json_body(CompletionRequest))
 async def create(request: Request, services: Annotated[Services, Depends(services_of)]) -> Response:
     """Continue raw prompts."""
-    body = await read_body(request, services.http.body_limit, services.timing.read)
+    body = await read_body(request, services.http.body_limit, services.timing)
     return await with_model(request, services, body, lambda own: answer(body, own, request.state.trace_id))
 
 

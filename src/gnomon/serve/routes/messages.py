@@ -65,14 +65,14 @@ def prepare(body: bytes, services: Services, trace_id: str) -> MessageJob:
 @router.post("/v1/messages", response_model=MessageBody, openapi_extra=json_body(MessagesRequest))
 async def create(request: Request, services: Annotated[Services, Depends(services_of)]) -> Response:
     """Continue a conversation."""
-    body = await read_body(request, services.http.body_limit, services.timing.read)
+    body = await read_body(request, services.http.body_limit, services.timing)
     return await with_model(request, services, body, lambda own: answer(body, own, request.state.trace_id))
 
 
 @router.post("/v1/messages/count_tokens", response_model=TokenCount, openapi_extra=json_body(MessagesRequest))
 async def count(request: Request, services: Annotated[Services, Depends(services_of)]) -> Response:
     """How many tokens a conversation has as a prompt, tools and system included; nothing is generated."""
-    body = await read_body(request, services.http.body_limit, services.timing.read)
+    body = await read_body(request, services.http.body_limit, services.timing)
     trace_id = request.state.trace_id
     prepared = await with_model(
         request, services, body, lambda own: own.preparation.run(lambda: prepare(body, own, trace_id))

@@ -58,7 +58,7 @@ def prepare(body: bytes, services: Services, trace_id: str) -> ResponseJob:
 @router.post("/v1/responses", response_model=ResponseBody, openapi_extra=json_body(ResponsesRequest))
 async def create(request: Request, services: Annotated[Services, Depends(services_of)]) -> Response:
     """Answer items, or go on from an earlier response."""
-    body = await read_body(request, services.http.body_limit, services.timing.read)
+    body = await read_body(request, services.http.body_limit, services.timing)
     return await with_model(request, services, body, lambda own: answer(body, own, request.state.trace_id))
 
 
