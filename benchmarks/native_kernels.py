@@ -42,6 +42,8 @@ from gnomon.bench.workload import Cell, Contender
 
 STOCK, NATIVE, INT8, LLAMA, LLAMA_Q4_0 = "mlx-lm", "native", "int8", "llama.cpp", "llama.cpp Q4_0"
 SIDES = (STOCK, NATIVE, INT8, LLAMA, LLAMA_Q4_0)
+LLAMA_CONTEXT = 4352
+"""Tokens of each of llama.cpp's slots: the deepest cell and its output."""
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 
@@ -139,7 +141,8 @@ def contender(name: str, model: Path, sha: str, threads: int, a: argparse.Namesp
             "rows": max(Cell.parse(cell).rows for part in PARTS for cell in f"{part.both},{part.alone}".split(",")),
         }
         script = Path(__file__).with_name("llama_cpp_server.py")
-        command = (sys.executable, str(script), "worker", str(gguf), json.dumps(order), "--threads", str(threads))
+        command = (sys.executable, str(script), "worker", str(gguf), json.dumps(order))
+        command = (*command, "--threads", str(threads), "--context", str(LLAMA_CONTEXT))
         arm = Arm(
             name=name,
             kind="reference",

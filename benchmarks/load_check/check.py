@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -100,7 +101,7 @@ def server(args: argparse.Namespace) -> Generator[str]:
     if args.server is not None:
         yield args.server.rstrip("/").removesuffix("/v1")
         return
-    flags = ["--no-open", *args.flags]
+    flags = ["--no-open", *shlex.split(args.flags)]
     with running(lambda port: gnomon_command(args.model, *flags)(port)) as child:
         yield child.url
 
@@ -132,7 +133,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="the model's directory")
     parser.add_argument("--server", help="a running server of that model")
-    parser.add_argument("--flags", nargs="*", default=[], help="flags of the server that is started otherwise")
+    parser.add_argument(
+        "--flags", default="", metavar="='--FLAG …'", help="flags of the server that is started otherwise"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--calls", type=int, default=6, help="requests of each client and round")

@@ -114,7 +114,8 @@ def test_a_template_that_writes_the_bos_gets_one():
 def test_globals_and_filters_are_those_of_transformers():
     template = (
         "{% set d = dict(a=1, b='é<') %}{{ d | tojson }}{{ d | tojson(indent=2, sort_keys=true) }}"
-        "{% for m in messages %}{% if m.role == 'tool' %}{% break %}{% endif %}{% generation %}{{ m.content }}{% endgeneration %}\n"
+        "{% for m in messages %}{% if m.role == 'tool' %}{% break %}{% endif %}{% generation %}{{ m.content }}{% endgeneration %}"
+        "{{ m.tool_calls[0].function.arguments | tojson if m.tool_calls }}\n"
         "    {% endfor %}\n{% set ns = namespace(x=1) %}{% set ns.x = ns.x + 1 %}{{ ns.x }}{{ documents is none }}{{ extra }}"
     )
     made = Adapter(build(template))

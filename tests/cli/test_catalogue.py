@@ -1,15 +1,18 @@
-"""What a pool finds to serve, and what it reckons for it."""
+"""What a pool finds to serve, what it reckons for it, and how it starts."""
 
 from __future__ import annotations
 
 import json
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from stub_child import __file__ as STUB
 from tiny_directory import CONTEXT, make
 
+from gnomon.cli import _pooled
 from gnomon.cli._catalogue import catalogue
 from gnomon.cli._verbs import CommandError
 from gnomon.config import Config, EngineConfig, ModelConfig, Paths, PoolConfig
@@ -70,3 +73,36 @@ def test_a_name_that_means_nothing_and_a_first_one_that_is_broken(cache: Path) -
         catalogue(of(cache, "beta", models=("omega",)))
     with pytest.raises(CommandError, match="org/gamma can't be measured"):
         catalogue(of(cache, "gamma"))
+
+
+def test_each_model_has_its_share_and_its_own_settings(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(_pooled, "CHILD", (sys.executable, STUB))
+    monkeypatch.setattr(_pooled, "_look", catalogue)
+    config = of(cache, "alpha", pins=("beta",))
+    budget = 27 * 10**8
+    config = replace(config, engine=EngineConfig(memory_budget=budget, prompt_cache=10**9, kv_budget=10**8))
+    (cache / "models" / "beta" / "generation_config.json").write_text('{"temperature": 0.3}')
+    pool, voice = _pooled.start_pool(config)
+    try:
+        # Each needs 1.13 GB: too much for a third, so that each has half.
+        assert voice.engine.model.path == f"{cache / 'models/alpha'} {(budget // 2, 10**9 // 2)}"
+        assert (voice.sampling.temperature, voice.sampling.top_k) == (0.9, 40)
+        other = pool.acquire("org/beta").result(60)
+        assert (other.parts.sampling.temperature, other.parts.sampling.top_k) == (0.3, None)
+        other.release()
+        rows = {entry.id: row for entry, row in pool.entries()}
+        assert [(rows[id]["pinned"], rows[id]["loads"]) for id in ("org/alpha", "org/beta")] == [(False, 1), (True, 1)]
+        assert "--kv-budget holds for each model by itself" in caplog.text
+    finally:
+        pool.stop()
+
+
+def test_a_first_model_that_cannot_be_loaded_ends_the_start(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_pooled, "CHILD", (sys.executable, "-c", "raise SystemExit(4)"))
+    monkeypatch.setattr(_pooled, "_look", catalogue)
+    with pytest.raises(
+        CommandError, match="org/alpha can't be loaded: the engine's process ended with code 4, 2 times"
+    ):
+        _pooled.start_pool(of(cache, "alpha"))

@@ -103,7 +103,7 @@ def test_variables(environ, group, name, value):
         (["--l1", "--kernels", "native"], {}, "--l1: excludes --kernels native"),
         (["--l1", "--kernels", "int8"], {}, "--l1: excludes --kernels int8"),
         (["--threads", "0"], {}, "--threads: 0 is out of range"),
-        (["--kernels", "fast"], {}, "--kernels: 'fast' is not one of auto, native, stock"),
+        (["--kernels", "fast"], {}, "--kernels: 'fast' is not one of auto, native, int8, stock"),
         (["--api-key", ""], {}, "--api-key: the value is empty"),
         ([], {"GNOMON_PORT": "http"}, "GNOMON_PORT: 'http' is not a whole number"),
         ([], {"GNOMON_L1": "true"}, "GNOMON_L1: 'true' is not one of 1, 0"),

@@ -39,12 +39,12 @@ def installed(name: str, version: str) -> Path:
     return home
 
 
-def report(home: Path, name: str, **environment: str) -> dict[str, Any]:
+def report(home: Path, name: str, timeout: float = 120, **environment: str) -> dict[str, Any]:
     """What the script `name` beside this file prints, as JSON."""
     script = home / name
     shutil.copyfile(Path(__file__).with_name(name), script)
     ran = subprocess.run(
-        ["node", str(script)], env={**os.environ, **environment}, capture_output=True, text=True, timeout=120
+        ["node", str(script)], env={**os.environ, **environment}, capture_output=True, text=True, timeout=timeout
     )
     assert ran.returncode == 0, ran.stderr
     return json.loads(ran.stdout)

@@ -330,7 +330,7 @@ def test_the_cache_gives_way_when_memory_runs_short(prompt: int, monkeypatch: py
     rig = rig_of()
     ask(rig, "a", tokens_of(300))
     held = rig.core.reuse.stats()["bytes"]
-    rig.core.memory.ceiling = mx.get_active_memory() - held // 2
+    rig.core.pressure.ceiling = mx.get_active_memory() - held // 2
     rig.submit(Request("b", tokens_of(prompt, seed=1), max_tokens=20, ignore_eos=True))
     while len(rig.ids("b")) < 12:
         rig.turn()
@@ -340,7 +340,7 @@ def test_the_cache_gives_way_when_memory_runs_short(prompt: int, monkeypatch: py
     assert stats["allowed_bytes"] == stats["max_bytes"]
     rig.finish()
     assert rig.ids("b") == expected
-    rig.core.memory.ceiling = 1 << 60
+    rig.core.pressure.ceiling = 1 << 60
     ask(rig, "c", tokens_of(300))
     ask(rig, "d", tokens_of(300))
     assert usage(rig, "d").cached_tokens == 299

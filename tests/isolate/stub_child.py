@@ -44,6 +44,11 @@ class Stub:
             os._exit(3)
         if isinstance(what, str) and what.startswith("model "):
             self.model = replace(self.model, id=what.removeprefix("model "))
+        if isinstance(what, tuple):
+            # What `gnomon serve` sends: shown where a test can see it.
+            config, found = what
+            shares = (config.engine.memory_budget, config.engine.prompt_cache)
+            self.model = replace(self.model, id=found.id, path=f"{found.path} {shares}")
         self.marker = what
         self.cancelled: set[str] = set()
 

@@ -150,7 +150,7 @@ def test_a_refusal_by_the_next_child_is_heard(make) -> None:
 
 
 def test_a_frozen_child_is_killed(make) -> None:
-    engine = make(None, dataclasses.replace(QUICK, submit=1, silence=4))
+    engine = make(None, dataclasses.replace(QUICK, submit=1, silence=6))
     engine.wait()
     pid = engine.process()["pid"]
     frozen = ask(engine, FREEZE)
@@ -160,6 +160,8 @@ def test_a_frozen_child_is_killed(make) -> None:
     eventually(lambda: engine.health().state == "stalled")
     with pytest.raises(EngineUnavailable, match="stands still"):
         ask(engine, SAY, "more")
+    with pytest.raises(EngineUnavailable, match="stands still"):
+        engine.compile(Constraint("regex", "a"))
     failed = frozen.wait()[-1]
     assert isinstance(failed, Failed)
     assert failed.code == "engine_died"

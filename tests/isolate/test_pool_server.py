@@ -112,6 +112,7 @@ def streamed(client: openai.OpenAI, model: str, tokens: int) -> str:
     return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
 
 
+@pytest.mark.slow
 def test_a_switch_and_the_end(cache: Path) -> None:
     with serving(cache, "--model-pool", "1") as (process, client, url):
         assert states(url) == {"alpha": "resident", "beta": "cold", "gamma": "cold"}

@@ -39,8 +39,19 @@ static std::vector<float> multiply(const Table& t, const Weights& w, int n, cons
   return y;
 }
 
+// What I4 and I8 make of activations, from the contract: blocks of 32 as d * q.
+static std::vector<float> rounded(std::vector<float> x) {
+  for (size_t b = 0; b < x.size(); b += 32) {
+    float top = 0;
+    for (int i = 0; i < 32; i++) top = std::fmax(top, std::fabs(x[b + i]));
+    for (int i = 0; i < 32; i++) x[b + i] = std::nearbyint(x[b + i] * (127.0f / top)) * (top / 127.0f);
+  }
+  return x;
+}
+
 static void products(const Table& t, Codec codec, int k, int group) {
-  const int n = 23, bits = codec <= Q8 ? codec : 32;
+  const bool whole = codec == I4 || codec == I8;
+  const int n = 23, bits = codec == I4 ? 4 : codec == I8 ? 8 : codec <= Q8 ? codec : 32;
   const auto x = normal(static_cast<size_t>(17) * k), dense = normal(static_cast<size_t>(n) * k);
   const auto scales = normal(static_cast<size_t>(n) * (k / group)), biases = normal(static_cast<size_t>(n) * (k / group));
   std::vector<uint8_t> packed(static_cast<size_t>(n) * k * bits / 8 + 64);
@@ -48,7 +59,7 @@ static void products(const Table& t, Codec codec, int k, int group) {
   for (int j = 0; j < n; j++)
     for (int i = 0; i < k; i++) {
       const size_t at = static_cast<size_t>(j) * k + i;
-      if (codec > Q8) {
+      if (bits == 32) {
         wide[at] = dense[at];
         continue;
       }
@@ -58,15 +69,17 @@ static void products(const Table& t, Codec codec, int k, int group) {
       const size_t g = static_cast<size_t>(j) * (k / group) + i / group;
       wide[at] = static_cast<double>(code) * scales[g] + biases[g];
     }
-  const Weights w{codec > Q8 ? reinterpret_cast<const uint8_t*>(dense.data()) : packed.data(), scales.data(), biases.data(), static_cast<int64_t>(k) * bits / 8, k, group, codec, F32};
+  const auto seen = whole ? rounded(x) : x;
+  const Weights w{bits == 32 ? reinterpret_cast<const uint8_t*>(dense.data()) : packed.data(), scales.data(), biases.data(), static_cast<int64_t>(k) * bits / 8, k, group, codec, F32};
   std::vector<std::vector<float>> alone;
   for (int m = 0; m < 17; m++) {
     alone.push_back(multiply(t, w, n, x.data() + static_cast<size_t>(m) * k, 1));
     for (int j = 0; j < n; j++) {
       double sum = 0, magnitude = 0;
       for (int i = 0; i < k; i++) {
-        const double p = x[static_cast<size_t>(m) * k + i] * wide[static_cast<size_t>(j) * k + i];
-        sum += p, magnitude += std::fabs(p);
+        const double v = seen[static_cast<size_t>(m) * k + i], p = v * wide[static_cast<size_t>(j) * k + i];
+        // Code times scale and bias are added apart there.
+        sum += p, magnitude += std::fabs(p) + (whole ? 2 * std::fabs(v * biases[static_cast<size_t>(j) * (k / group) + i / group]) : 0);
       }
       expect(close(alone[m][j], sum, magnitude, k), "a product", codec, j);
     }
@@ -120,7 +133,7 @@ static void attend(const Table& t, int d, int keys) {
 
 int main() {
   const Table& t = *table_neon();
-  for (Codec codec : {Q2, Q3, Q4, Q5, Q6, Q8})
+  for (Codec codec : {Q2, Q3, Q4, Q5, Q6, Q8, I4, I8})
     for (int group : {32, 64}) products(t, codec, 192, group);
   products(t, D_F32, 100, 100);
   for (int n : {1, 15, 16, 83, 640}) rows(t, n);

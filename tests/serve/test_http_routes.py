@@ -48,6 +48,7 @@ def test_models(client: TestClient, engine: FakeEngine) -> None:
         "context_window": 512,
         "reasoning": False,
         "vision": False,
+        "tool_format": None,
         "model_type": "llama",
         "size_bytes": 1000,
     }

@@ -326,3 +326,45 @@ def test_an_answer_of_a_demanded_form_is_no_call(engine: FakeEngine) -> None:
         choice = ask(client, response_format={"type": "json_object"})["choices"][0]
     assert choice["message"]["content"] == text
     assert choice["finish_reason"] == "stop"
+
+
+@pytest.fixture
+def untaught(engine: FakeEngine) -> Iterator[TestClient]:
+    """A model whose template knows nothing of tools."""
+    source = (Path(__file__).parents[1] / "chat" / "templates" / "starter.jinja").read_text("utf-8")
+    engine.model = replace(engine.model, context_length=4096)
+    with TestClient(make_app(engine, template=source), base_url="http://localhost") as made:
+        yield made
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_a_choice_is_enforced_where_the_model_was_taught_no_notation(
+    untaught: TestClient, engine: FakeEngine, choice: Any
+) -> None:
+    engine.script = lambda job: job.say(call())
+    response = untaught.post(CHAT, json=user("Hi", tools=STRICT, tool_choice=choice))
+    assert response.status_code == 200
+    assert "warning" not in response.headers
+    assert response.json()["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "weather"
+    constraint = engine.submitted[-1].constraint
+    assert constraint is not None
+    assert (constraint.kind, constraint.param) == ("grammar", "tool_choice")
+
+
+def test_tools_are_told_and_calls_read_where_the_model_was_taught_no_notation(
+    untaught: TestClient, engine: FakeEngine
+) -> None:
+    engine.script = lambda job: job.say(f"So.\n{call()}")
+    assert untaught.get("/v1/models").json()["data"][0]["tool_format"] == "generic"
+    response = untaught.post(CHAT, json=user("Hi", tools=TOOLS))
+    assert "warning" not in response.headers
+    message = response.json()["choices"][0]["message"]
+    assert (message["content"], message["tool_calls"][0]["function"]["arguments"]) == ("So.", '{"city": "Ulm"}')
+    assert all(json.dumps(tool) in prompts(engine)[-1] for tool in TOOLS)
+    result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "21"}
+    said = [{"role": "user", "content": "Hi"}, message, result]
+    assert untaught.post(CHAT, json={"messages": said, "tools": TOOLS}).status_code == 200
+    assert f"So.\n{call()}<|im_end|>" in prompts(engine)[-1]
+    assert "<tool_response>\n21\n</tool_response>" in prompts(engine)[-1]
+    assert untaught.post(CHAT, json=user("Hi", tools=TOOLS, tool_choice="none")).status_code == 200
+    assert "Tools" not in prompts(engine)[-1]

@@ -24,7 +24,11 @@ from gnomon.state.paged.layer import PagedLayer
 from prefix_walk import bits
 from tiny_models import VOCAB_SIZE, make
 
-coded.install()
+
+@pytest.fixture(scope="module", autouse=True)
+def coded_attention() -> None:
+    """In place for all of these tests, whoever took it away in this process before."""
+    coded.install()
 
 
 @cache

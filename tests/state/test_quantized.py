@@ -20,7 +20,12 @@ from gnomon.state.batch_state import BatchState
 from gnomon.state.codecs import Affine, Codec, Coding, Turbo
 from tiny_models import VOCAB_SIZE, make
 
-coded.install()
+
+@pytest.fixture(scope="module", autouse=True)
+def coded_attention() -> None:
+    """In place for all of these tests, whoever took it away in this process before."""
+    coded.install()
+
 
 BOUND = 2e-5
 """Largest difference of a float32 logit between a batch and the row alone, as a share of the largest logit; sums run in another order."""

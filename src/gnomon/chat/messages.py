@@ -100,12 +100,13 @@ def _calls(where: str, calls: Any, habits: Habits) -> list[dict[str, Any]]:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise ChatError(f"{where}[{i}].function has no name", f"{where}[{i}].function")
-        arguments = _arguments(function.get("arguments"), habits)
+        arguments = arguments_of(function.get("arguments"), habits)
         made.append({**call, "function": {**function, "arguments": arguments}})
     return made
 
 
-def _arguments(arguments: Any, habits: Habits) -> Any:
+def arguments_of(arguments: Any, habits: Habits = Habits()) -> Any:
+    """A call's arguments as a template of these habits wants them: an object, where they are one, or JSON text."""
     if habits.text_arguments:
         return arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
     if not isinstance(arguments, str):

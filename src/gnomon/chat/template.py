@@ -20,7 +20,8 @@ import jinja2.utils
 
 from gnomon.chat.messages import ChatError, Habits, normalise, plain
 from gnomon.chat.reasoning import ReasoningFormat, Splitter, TagFormat, Thinking, detect, partial_suffix, splitter
-from gnomon.chat.tools import ToolFormat
+from gnomon.chat.tool_prompt import offer, told, written_out
+from gnomon.chat.tools import GENERIC, ToolFormat
 from gnomon.chat.tools import detect as detect_tools
 
 SWITCHES = ("enable_thinking", "thinking")
@@ -41,6 +42,14 @@ CALLED: tuple[dict[str, Any], ...] = (
     {"role": "assistant", "content": "."},
 )
 """A conversation that tries how a template takes tool calls."""
+
+TRIED: tuple[dict[str, Any], ...] = (
+    {
+        "type": "function",
+        "function": {"name": "needle", "description": "?", "parameters": {"type": "object", "properties": {}}},
+    },
+)
+"""A tool that tries whether a template writes tools."""
 
 _FAILURES = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 """What a template's code can raise: its own refusals and the ordinary mistakes of an expression over unexpected values."""
@@ -189,8 +198,13 @@ class ChatTemplate:
         def has_token(token: str) -> bool:
             return tokenizer.token_id(token) is not None
 
-        self.tools: ToolFormat | None = detect_tools(written, has_token)
-        """How the model writes tool calls."""
+        self.shows_tools = self._shows_tools()
+        """Whether the template tells the model of tools; for one that doesn't, `render` does."""
+        taught = detect_tools(written, has_token)
+        untaught = taught is None and not self.shows_tools and self.calling is None
+        self.tools: ToolFormat | None = GENERIC if untaught else taught
+        """How the model writes tool calls: as it was taught, or, if its template knows nothing of them, as it is told. None where the
+        template tells it in a way that isn't known."""
         reasoning = detect(written, has_token)
         if isinstance(reasoning, TagFormat) and self.tools is not None:
             reasoning = replace(reasoning, enders=self.tools.ends_thinking)
@@ -236,9 +250,44 @@ class ChatTemplate:
             return None
         return unsaid == on if on != off else None
 
+    def _shows_tools(self) -> bool:
+        if not self.exists:
+            return True
+        try:
+            name = self.name_for(TRIED)
+            said = self._render(name, [{"role": "user", "content": "?"}], TRIED, {"add_generation_prompt": True})
+        except ChatError:
+            # Its own reasons have nothing to do with tools.
+            return any("tools" in variables for variables in self._variables.values())
+        return "needle" in said
+
+    @cached_property
+    def takes_system(self) -> bool:
+        """Whether the template writes a system message."""
+        asked = [{"role": "system", "content": "needle"}, {"role": "user", "content": "?"}]
+        said = self._try(normalise(asked, self.habits))
+        return said is not None and "needle" in said
+
     @cached_property
     def habits(self) -> Habits:
         """What this template expects of messages, found by rendering small conversations."""
+        return self.calling or self._talking
+
+    @cached_property
+    def calling(self) -> Habits | None:
+        """What it expects of messages with tool calls; None if it doesn't write any."""
+        if not self.exists:
+            return None
+        for no_content, text in product(("absent", "empty", "none"), (False, True)):
+            habits = replace(self._talking, text_arguments=text, no_content=no_content)
+            told = self._try(normalise(CALLED, habits))
+            # Python's own way of writing things shows a template that prints what it gets without asking what it is.
+            if told is not None and "needle" in told and "'needle'" not in told and "None" not in told:
+                return habits
+        return None
+
+    @cached_property
+    def _talking(self) -> Habits:
         if not self.exists:
             return Habits()
         typed = False
@@ -246,14 +295,7 @@ class ChatTemplate:
         if seen is None or "needle" not in seen:
             parts = self._try([{"role": "user", "content": [{"type": "text", "text": "needle"}]}])
             typed = parts is not None and "needle" in parts
-        known = "developer" in self.sources[self.name_for(None)]
-        for no_content, text in product(("absent", "empty", "none"), (False, True)):
-            habits = Habits(known, typed, text, no_content)
-            told = self._try(normalise(CALLED, habits))
-            # Python's own way of writing things shows a template that prints what it gets without asking what it is.
-            if told is not None and "needle" in told and "'needle'" not in told and "None" not in told:
-                return habits
-        return Habits(known, typed)
+        return Habits("developer" in self.sources[self.name_for(None)], typed)
 
     def _try(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
         try:
@@ -302,7 +344,7 @@ class ChatTemplate:
                 raise ChatError(f"chat_template_kwargs.{name} is reserved", "chat_template_kwargs")
         tools = tools or None
         name = self.name_for(tools)
-        ready = normalise(messages, self.habits)
+        ready = normalise(self._with_tools(messages, tools), self.habits)
         variables = {**kwargs, "add_generation_prompt": add_generation_prompt}
         text = self._render(name, ready, tools, variables)
         before = (
@@ -323,6 +365,17 @@ class ChatTemplate:
             opened,
             self._thinks(kwargs, opened),
         )
+
+    def _with_tools(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+    ) -> Sequence[Mapping[str, Any]]:
+        """The conversation with what the template has no place for: the tools, and, unless it was taught, calls and results."""
+        generic = self.tools is GENERIC
+        said = written_out(messages) if generic else messages
+        if self.shows_tools or not tools:
+            return said
+        said = normalise(said, Habits(developer=self.habits.developer))
+        return told(said, offer(tools, notation=generic), system=self.takes_system)
 
     def splitter(self, generation_prompt: str) -> Splitter:
         """A splitter of reasoning and content for the answer to a rendered prompt."""

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from gnomon.chat.tokenizer import Tokenizer
     from gnomon.cli._talk import InProcess
     from gnomon.engine.engine import Engine
+    from gnomon.engine.ranks import Ranks
     from gnomon.engine.resume import Store
     from gnomon.hub.resolve import Found
     from gnomon.trace import Tracer
@@ -63,8 +64,8 @@ def check_backend() -> None:
         ) from e
 
 
-def start(config: Config, found: Found, *, serving: bool = False) -> Loaded[Engine]:
-    """Load a model and start its engine, which saves running answers only when `serving`.
+def start(config: Config, found: Found, *, serving: bool = False, ranks: Ranks | None = None) -> Loaded[Engine]:
+    """Load a model and start its engine, which saves running answers only when `serving`. `ranks` are the processes that share it.
 
     Raises CommandError with the reason when it can't be loaded.
     """
@@ -92,7 +93,9 @@ def start(config: Config, found: Found, *, serving: bool = False) -> Loaded[Engi
             measurements=config.paths.cache,
         )
         engine = load_engine(
-            found.path, settings, Host(tracer=tracer, saves=_saves(config, found.id) if serving else None)
+            found.path,
+            settings,
+            Host(tracer=tracer, saves=_saves(config, found.id) if serving else None, ranks=ranks),
         )
     except (ValueError, OSError, RuntimeError, ImportError) as e:
         raise CommandError(f"{found.id} can't be loaded: {e}") from e

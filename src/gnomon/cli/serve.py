@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import argparse
 from socket import socket
+from typing import TYPE_CHECKING
 
 from gnomon.cli._verbs import CommandError
 from gnomon.config import SERVE, Config
+
+if TYPE_CHECKING:
+    from gnomon.engine.ranks import Ranks
 
 NAME = "serve"
 HELP = "serve a model over HTTP, as OpenAI's API; what gnomon does when no verb is named"
@@ -14,18 +18,22 @@ GROUPS = SERVE
 
 
 def run(args: argparse.Namespace) -> int:
+    from gnomon.cli._ranks import follow, join
     from gnomon.serve.server import StartupError, bind
 
     config: Config = args.config
+    ranks = join(config)
+    if ranks is not None and not ranks.leads:
+        return follow(config, ranks)
     try:
         bound = bind(config.http)
     except StartupError as e:
         raise CommandError(str(e)) from e
     with bound:
-        return _serve_one(config, bound) if config.pool.model_pool is None else _serve_pool(config, bound)
+        return _serve_one(config, bound, ranks) if config.pool.model_pool is None else _serve_pool(config, bound)
 
 
-def _serve_one(config: Config, bound: socket) -> int:
+def _serve_one(config: Config, bound: socket, ranks: Ranks | None) -> int:
     from gnomon.cli._library import find
     from gnomon.cli._model import Loaded, start, warn_of_fill, working
     from gnomon.cli._prompt_log import PromptLog
@@ -42,7 +50,7 @@ def _serve_one(config: Config, bound: socket) -> int:
     else:
         found = find(config)
         with working(f"loading {found.id}"):
-            loaded = start(config, found, serving=True)
+            loaded = start(config, found, serving=True, ranks=ranks)
     warn_of_fill(config, loaded.template, loaded.engine.model.id)
     engine = PromptLog(loaded.engine, loaded.tokenizer) if config.log.log_prompts else loaded.engine
     app = create_app(

@@ -6,6 +6,7 @@ checks and `gnomon config` are all derived from them. Nothing else in Gnomon rea
 
 from gnomon.config.cache import CacheConfig
 from gnomon.config.checkpoint import CheckpointConfig
+from gnomon.config.distributed import DistributedConfig
 from gnomon.config.engine import EngineConfig
 from gnomon.config.http import HTTPConfig
 from gnomon.config.isolation import IsolationConfig
@@ -41,6 +42,7 @@ __all__ = [
     "ClientConfig",
     "Config",
     "ConfigError",
+    "DistributedConfig",
     "EngineConfig",
     "GiB",
     "Group",

@@ -53,6 +53,11 @@ class EngineConfig:
         unit="GB",
         scale=GB,
     )
+    memory_steps: bool = option(
+        True,
+        "when memory runs short give up the prompt cache, then halve prefill windows, then let nobody join those who run; off: the cache "
+        "alone gives way",
+    )
     prompt_cache: int = option(
         8 * GiB,
         "memory for states of prompts and answers, so that none is computed twice; 0 is off, and no more than half of what "

@@ -13,6 +13,7 @@ from typing import Any, Literal, cast
 
 from gnomon.config.cache import CacheConfig
 from gnomon.config.checkpoint import CheckpointConfig
+from gnomon.config.distributed import DistributedConfig
 from gnomon.config.engine import EngineConfig
 from gnomon.config.http import HTTPConfig
 from gnomon.config.isolation import IsolationConfig
@@ -49,6 +50,7 @@ class Config:
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
     http: HTTPConfig = field(default_factory=HTTPConfig)
     isolation: IsolationConfig = field(default_factory=IsolationConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
     pool: PoolConfig = field(default_factory=PoolConfig)
     client: ClientConfig = field(default_factory=ClientConfig)
     paths: Paths = field(default_factory=Paths)
@@ -72,6 +74,7 @@ Group = type[
     | SamplingDefaults
     | HTTPConfig
     | IsolationConfig
+    | DistributedConfig
     | PoolConfig
     | ClientConfig
     | Paths
@@ -89,6 +92,7 @@ GROUPS: Mapping[str, Group] = {
     "sampling": SamplingDefaults,
     "http": HTTPConfig,
     "isolation": IsolationConfig,
+    "distributed": DistributedConfig,
     "pool": PoolConfig,
     "client": ClientConfig,
     "paths": Paths,
@@ -109,6 +113,7 @@ SERVE = (
     SpeculationConfig,
     HTTPConfig,
     IsolationConfig,
+    DistributedConfig,
     PoolConfig,
     KernelConfig,
     KvConfig,

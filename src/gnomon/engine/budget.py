@@ -176,3 +176,9 @@ def budget_for(
             f"than --kv-budget, {kv_limit} bytes"
         )
     return budget
+
+
+def shared_budget(budget: Budget, weights: int, ram: int) -> Budget:
+    """The same for a model that several processes hold, `weights` bytes of it this one, the smallest of which has `ram` bytes."""
+    needs = None if budget.needs is None else replace(budget.needs, weights=weights)
+    return replace(budget, needs=needs, usable=int(usable(ram, budget.limit)))

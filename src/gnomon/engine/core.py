@@ -4,32 +4,28 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import zlib
+from collections.abc import Sequence
 
 import mlx.core as mx
 
-from gnomon.chat.tokenizer import Tokenizer
 from gnomon.engine.aside import Aside
 from gnomon.engine.batch import Batch
-from gnomon.engine.budget import Budget
-from gnomon.engine.counters import Counters
-from gnomon.engine.heart import Heart
-from gnomon.engine.mailbox import Ask, Beside, Cancel, Mailbox, Stop, Submit, Wake
+from gnomon.engine.budget import ceiling
+from gnomon.engine.mailbox import Ask, Beside, Cancel, CloseSession, Stop, Submit, Wake
 from gnomon.engine.memory import Memory
 from gnomon.engine.persist import new_reuse
+from gnomon.engine.pressure import Pressure, code_of, is_out_of_memory
 from gnomon.engine.reuse import cache_bytes
 from gnomon.engine.row import Job, Row
-from gnomon.engine.runner import PagesLost, Runner, forked
+from gnomon.engine.runner import DeviceFailed, PagesLost, Runner, forked
 from gnomon.engine.scheduler import Prepared, Scheduler
+from gnomon.engine.served import Served, Shared
 from gnomon.engine.settings import Host, Settings
+from gnomon.engine.spans import Spans
 from gnomon.engine.speculation import Speculation
-from gnomon.models.load import LoadedModel
 from gnomon.state.batch_state import BatchState
-from gnomon.state.codecs import Coding
-from gnomon.state.paged import PagePool
 from gnomon.state.prefix import PrefixCache
-from gnomon.trace import Phase, Value
 
 log = logging.getLogger(__name__)
 
@@ -38,28 +34,6 @@ CLEAR_CACHE_STEPS = 256
 GAUGE_SECONDS = 0.25
 MAX_REBUILDS = 3
 """Shared steps failing in a row, though every row steps well alone, after which their requests fail."""
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """A loaded model and how it is run. `operations` says whose kernels run: with others a state has other bits."""
-
-    loaded: LoadedModel
-    tokenizer: Tokenizer
-    budget: Budget
-    coding: Coding | None = None
-    operations: str = "stock"
-    pages: PagePool | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Shared:
-    """What the engine's door and its thread both hold. `on_close` hears of each request that ended, on the thread."""
-
-    mailbox: Mailbox
-    counters: Counters
-    heart: Heart
-    on_close: Callable[[Job], None]
 
 
 class Core:
@@ -88,7 +62,8 @@ class Core:
         self.on_close = shared.on_close
         self.runner = Runner(loaded, config, shared.counters, shared.heart, host.prime, served.coding, served.pages)
         self.speculation = speculation
-        self.tracer = host.tracer
+        self.spans = Spans(host.tracer)
+        self.ranks = host.ranks
         self.eos_ids = frozenset({*loaded.eos_token_ids, *tokenizer.eos_ids})
         binding = loaded.binding
         size = cache_bytes(config.prompt_cache, served.budget)
@@ -100,7 +75,15 @@ class Core:
             served.operations,
             lambda: shared.mailbox.post(Wake()),
         )
-        self.memory = Memory(served.budget, self.runner, self.reuse, config.memory_budget)
+        self.memory = Memory(served.budget, self.runner, self.reuse)
+        self.pressure = Pressure(
+            ceiling(config.memory_budget),
+            config.prefill_chunk,
+            self.memory.shed,
+            enabled=config.memory_steps,
+            active=self.mailbox.active_memory,
+            windows=self.ranks is None,
+        )
         self.scheduler = Scheduler(
             rows=config.batch if binding.batchable else 1,
             chunk=config.prefill_chunk,
@@ -115,7 +98,6 @@ class Core:
         """Open requests that reached this thread."""
         self.stopping = False
         self.gauges_due = 0.0
-        self.num_spans = 0
         self.num_rebuilds = 0
         """Shared steps that failed since one went well."""
         self.batch = Batch(self.left)
@@ -137,6 +119,7 @@ class Core:
     def turn(self) -> None:
         """Admit, prefill one window, start what is ready, step once, run one window of what is done aside."""
         self.heart.beat("scheduling")
+        self.look()
         self.admit()
         self.prefill()
         self.start()
@@ -156,9 +139,14 @@ class Core:
             self.scheduler.waiting.extend(job for job in disk.fetched() if job.open)
             disk.tend()
 
+    def digest(self) -> int:
+        """Of what the requests have come to: the same in every process of those that hold the model together."""
+        rows = ((row.job.request.id, row.index, len(row.tokens), row.last) for row in self.batch.rows)
+        return zlib.crc32(repr((self.counters.generated_tokens, len(self.jobs), *rows)).encode())
+
     def read_mail(self, wait: float = 0.0) -> None:
         """Do what other threads asked, waiting up to `wait` seconds for a first command."""
-        for command in self.mailbox.take(wait):
+        for command in self.mailbox.take(wait, self.digest):
             match command:
                 case Submit(job):
                     self.jobs[job.request.id] = job
@@ -179,22 +167,34 @@ class Core:
                     self.stopping = True
                 case Wake():
                     self.tend()
+                case CloseSession(session, answer):
+                    closed = self.reuse.close_session(session)
+                    if answer is not None:
+                        answer.set_result(closed)
                 case Ask(work, answer):
                     try:
                         answer.set_result(work())
                     except Exception as error:  # noqa: BLE001  (handed to whoever asked)
                         answer.set_exception(error)
 
+    def look(self) -> None:
+        """See how much memory there is, and who may have how much of it."""
+        pressure, scheduler = self.pressure, self.scheduler
+        pressure.look()
+        scheduler.chunk = pressure.chunk
+
     def admit(self) -> None:
         self.scheduler.num_running = self.batch.num_open
         for job in self.scheduler.admit():
             job.admitted = time.monotonic()
-            self.tracer.span(job.request.id, "queue", job.submitted, job.admitted)
+            self.spans.queued(job)
             self.counters.prompt_tokens += len(job.prompt)
 
     def has_memory(self, job: Job | None = None) -> bool:
         """Whether a request fits beside those admitted. What is reused gives way to them."""
-        admitted = (other for other in self.jobs.values() if other.admitted and other.open)
+        admitted = [other for other in self.jobs.values() if other.admitted and other.open]
+        if job is not None and admitted and self.pressure.is_holding:
+            return False
         return self.memory.has_room(job, admitted, self.scheduler.admitted)
 
     def may_join(self, job: Job, group: Sequence[Job]) -> bool:
@@ -210,23 +210,27 @@ class Core:
         self.stepper.disturbed()
         jobs, prefill = preparation.jobs, preparation.prefill
         begun, tokens = time.monotonic(), 0 if prefill.finished else prefill.num_tokens
+        prefill.chunk = min(prefill.chunk, self.pressure.chunk)
+        self.pressure.window_begins()
         try:
             self.runner.run_window(prefill)
         except Exception as error:  # noqa: BLE001  (any failure here has an owner among these requests, or the device is gone)
+            self.end_ranks(error)
             self.runner.mend()
+            self.heed(error)
             if len(jobs) > 1:
                 self.prefill_apart(jobs, error)
             if len(jobs) == 1 or not any(job.open for job in jobs):
                 # A device that is gone is nobody's own fault: everyone is told so then.
                 self.runner.probe()
             if len(jobs) == 1:
-                jobs[0].fail(error)
+                jobs[0].fail(error, code_of(error))
             self.scheduler.done(preparation)
             return
-        self.memory.relieve()
-        if tokens and self.tracer.enabled:
+        self.pressure.window_ended()
+        if tokens and self.spans.enabled:
             memory = {"activeBytes": mx.get_active_memory(), "peakBytes": mx.get_peak_memory()}
-            self.trace(jobs, "prefill", begun, tokens=tokens, **memory)
+            self.spans.work(jobs, "prefill", begun, tokens=tokens, **memory)
         for job in jobs:
             try:
                 job.tell_progress(min(prefill.done, len(job.prompt) - 1))
@@ -263,23 +267,28 @@ class Core:
         counters = self.counters
         tokens, begun = counters.generated_tokens, time.perf_counter()
         started = time.monotonic()
-        running = [row.job for row in self.batch.rows if row.open] if self.tracer.enabled else []
+        running = [row.job for row in self.batch.rows if row.open] if self.spans.enabled else []
         stepped = True
         try:
             stepped = self.stepper.step()
             if rows > 1:
                 self.num_rebuilds = 0
         except Exception as error:  # noqa: BLE001  (whichever row is to blame is found by stepping each alone)
+            self.end_ranks(error)
             self.rebuild(error)
         seconds = time.perf_counter() - begun
         counters.decode.add(counters.generated_tokens - tokens, seconds)
         self.grown()
         if stepped:
             counters.step(rows, seconds)
-            self.trace(running, "step", started, rows=rows)
+            self.spans.work(running, "step", started, rows=rows)
         if stepped and counters.steps % CLEAR_CACHE_STEPS == 0:
             mx.clear_cache()
-            self.memory.relieve()
+
+    def heed(self, error: Exception) -> None:
+        """An allocation that failed is a word on memory, too. Not before the pages are mended."""
+        if is_out_of_memory(error):
+            self.pressure.failed()
 
     def grown(self) -> None:
         """Rows have further tokens: lend and save what is due."""
@@ -315,7 +324,7 @@ class Core:
             self.counters.ended(job)
             self.settle(job)
             self.reuse.ended(job)
-            self.trace_end(job)
+            self.spans.end(job)
             self.on_close(job)
             self.has_memory()
             self.memory.tidy()
@@ -324,6 +333,7 @@ class Core:
         """Nothing is open: hold no rows and no spare memory, and see that the books are straight."""
         self.batch.drop_closed()
         self.close()
+        self.pressure.idle()
         self.check_integrity()
         self.take_gauges()
 
@@ -363,30 +373,6 @@ class Core:
         if self.speculation is not None:
             self.speculation.leave(row)
 
-    # Traces
-
-    def trace(self, jobs: Sequence[Job], phase: Phase, start: float, **attributes: Value) -> None:
-        """Report a span of work that these requests share."""
-        if not self.tracer.enabled:
-            return
-        if self.tracer.sync:
-            mx.synchronize()
-        end = time.monotonic()
-        self.num_spans += 1
-        shared = self.num_spans if len(jobs) > 1 else None
-        for job in dict.fromkeys(jobs):
-            self.tracer.span(job.request.id, phase, start, end, work_id=shared, **attributes)
-
-    def trace_end(self, job: Job) -> None:
-        """Report the wait for the first token, which overlaps the first step, and close the request's trace."""
-        if not self.tracer.enabled:
-            return
-        if job.first_token:
-            self.tracer.span(job.request.id, "first_token", job.prefilled or job.admitted, job.first_token)
-        outcome = "cancelled" if job.cancelled else "failed" if job.error is not None else "finished"
-        counts = {"promptTokens": len(job.prompt), "completionTokens": job.num_generated}
-        self.tracer.end(job.request.id, outcome, lane="batched" if job.batched else "serial", **counts)
-
     # Failures
 
     def prefill_apart(self, jobs: Sequence[Job], error: Exception) -> None:
@@ -399,7 +385,8 @@ class Core:
                 try:
                     prefill = self.runner.prefill_alone(job.feed)
                 except Exception as own:  # noqa: BLE001  (this request alone was in the window)
-                    job.fail(own)
+                    self.heed(own)
+                    job.fail(own, code_of(own))
                 else:
                     self.begin([job], prefill.state)
 
@@ -414,11 +401,15 @@ class Core:
         self.stepper = self.runner.new_stepper(self.batch, self.speculation)
         mx.clear_cache()
         self.runner.mend()
+        self.heed(error)
         self.num_rebuilds += 1
         if len(rows) == 1 or self.num_rebuilds > MAX_REBUILDS:
             for row in rows:
-                row.job.fail(error)
+                row.job.fail(error, code_of(error))
         else:
+            if is_out_of_memory(error):
+                # Each alone would fit, and all together not again: whoever came last makes room.
+                max((row.job for row in rows), key=lambda job: job.admitted).fail(error, code_of(error))
             log.warning("a step of %d rows failed, trying each alone: %s", len(rows), error, exc_info=error)
             self.counters.recoveries += 1
         for row in rows:
@@ -427,15 +418,22 @@ class Core:
                 try:
                     state = self.runner.step_alone(row)
                 except Exception as own:  # noqa: BLE001  (this row alone was in the step)
-                    row.job.fail(own)
+                    self.heed(own)
+                    row.job.fail(own, code_of(own))
                 else:
                     if row.open:
                         self.batch.join([row], state)
         if not self.batch.rows:
             self.runner.probe()
 
+    def end_ranks(self, error: Exception) -> None:
+        """Where several processes hold the model, one that failed in its middle can't be tried again alone. Raises `DeviceFailed` then."""
+        if self.ranks is not None:
+            raise DeviceFailed(self.ranks.lost or f"rank {self.ranks.rank} failed: {error}") from error
+
     def reset(self, error: Exception) -> None:
         """Fail every request that was admitted and forget all state. Raises `DeviceFailed`."""
+        self.end_ranks(error)
         self.counters.recoveries += 1
         if isinstance(error, PagesLost):
             self.reuse.forget()
@@ -494,7 +492,7 @@ class Core:
         counters.active_rows = self.batch.num_open
         counters.memory = {
             "active_bytes": mx.get_active_memory(),
-            "peak_bytes": mx.get_peak_memory(),
+            "peak_bytes": max(self.pressure.peak, mx.get_peak_memory()),
             "cache_bytes": mx.get_cache_memory(),
         }
         self.gauges_due = time.monotonic() + GAUGE_SECONDS

@@ -6,11 +6,9 @@ import atexit
 import logging
 import threading
 import time
-import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from gnomon.chat.constraint import Constraint
@@ -20,30 +18,28 @@ from gnomon.engine import admission, stats
 from gnomon.engine.api import (
     EngineError,
     EngineUnavailable,
-    Event,
-    Failed,
-    Finished,
     FlushReport,
     Health,
     InvalidRequest,
     ModelInfo,
     QueueFull,
     Request,
-    SamplingParams,
     Sink,
     TokenLogprob,
     Unenforceable,
 )
 from gnomon.engine.aside import SideJob
 from gnomon.engine.budget import allocator_limits
-from gnomon.engine.completion import Completion, collect
 from gnomon.engine.core import Core, Shared
 from gnomon.engine.counters import Counters
 from gnomon.engine.drafting import check_tokenizers
 from gnomon.engine.embedding import EmbeddingJob, embeds
+from gnomon.engine.exits import await_thread_exit
+from gnomon.engine.generating import Generating
 from gnomon.engine.heart import Heart
-from gnomon.engine.mailbox import Ask, Beside, Cancel, Mailbox, Stop, Submit
+from gnomon.engine.mailbox import Ask, Beside, Cancel, CloseSession, Stop, Submit, Wake
 from gnomon.engine.opening import Opened, open_core, sections
+from gnomon.engine.ranks import Begin, about, check_ranks, kept, listen, mailbox_of
 from gnomon.engine.resume import Record, Slot, claim
 from gnomon.engine.row import Job
 from gnomon.engine.runner import DeviceFailed
@@ -54,6 +50,7 @@ from gnomon.grammar import Compiled, Compiler, Vocabulary
 from gnomon.grammar import Unenforceable as NoGrammar
 from gnomon.models.load import LoadedModel, read_config
 from gnomon.models.load import load as load_model
+from gnomon.models.split import splitter
 
 log = logging.getLogger(__name__)
 
@@ -63,13 +60,11 @@ IDLE_BEAT = 1.0
 """Seconds between heartbeats of an idle engine."""
 ASK_SECONDS = 60.0
 """How long another thread waits for an answer of the engine's."""
-THREAD_EXIT = 0.05
-"""Seconds in which a thread that has nothing left to do is gone, where the system doesn't tell."""
 MAX_RESETS = 3
 """Defects in a row, with no request finished between them, after which the engine gives up."""
 
 
-class Engine:
+class Engine(Generating):
     """Serves one model from one thread, which loads it, builds every graph and evaluates it.
 
     `load` and `load_draft` run on that thread.
@@ -91,7 +86,7 @@ class Engine:
         self._saves = self.host.saves
         self._load = load
         self._load_draft = load_draft
-        self._mailbox = Mailbox()
+        self._mailbox = mailbox_of(self.host.ranks, self._begun_elsewhere)
         self._counters = Counters()
         self._heart = Heart(self.config.stall_timeout)
         self._started = time.time()
@@ -112,6 +107,7 @@ class Engine:
         # A daemon thread inside MLX while the interpreter is torn down would crash the process.
         atexit.register(self.stop)
         self._thread.start()
+        listen(self._mailbox, self)
 
     # The door
 
@@ -171,6 +167,8 @@ class Engine:
         seed = request.sampling.seed
         if seed is None:
             seed = fresh_seed() if record is None else record.seed
+        if self.host.ranks is not None:
+            sink = kept(sink, lambda: self.cancel(request.id))
         job = Job(request, sink, limit, seed, grammar, tier=model.tier, slot=slot, record=record)
         with self._lock:
             self._refuse_if_closed()
@@ -209,6 +207,12 @@ class Engine:
         Raises `InvalidRequest`, `QueueFull` or `EngineUnavailable`; the future may raise `EngineError`.
         """
         opened = self._ready
+        if self.host.ranks is not None:
+            raise InvalidRequest(
+                f"{job.what.capitalize()} a text is not possible while the model is split over processes",
+                names[0],
+                "unsupported",
+            )
         model, in_memory = opened.model, opened.budget.max_context(1)
         for name, prompt in zip(names, job.prompts, strict=True):
             admission.check_length(prompt, name, model, in_memory)
@@ -256,58 +260,6 @@ class Engine:
         """
         self._mailbox.post(Cancel(request_id, answered))
 
-    def stream(self, request: Request) -> Iterator[Event]:
-        """Submit and yield the events up to `Finished` or `Failed`. Closing the iterator cancels the request."""
-        events: SimpleQueue[Event] = SimpleQueue()
-        self.submit(request, events.put)
-        return self._follow(request.id, events)
-
-    def _follow(self, request_id: str, events: SimpleQueue[Event]) -> Iterator[Event]:
-        ended = False
-        try:
-            while not ended:
-                event = events.get()
-                ended = isinstance(event, Finished | Failed)
-                yield event
-        finally:
-            if not ended:
-                self.cancel(request_id)
-
-    def generate(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        max_tokens: int | None = None,
-        sampling: SamplingParams | None = None,
-        stop: Sequence[str] = (),
-        n: int = 1,
-        ignore_eos: bool = False,
-        constraint: Constraint | None = None,
-    ) -> Completion:
-        """Continue a prompt and wait for the end.
-
-        Text takes no chat template; what the model wants around a raw prompt (a beginning-of-sequence token) is added, unless it is
-        there already.
-
-        Raises an `EngineError` when the request is refused or fails.
-        """
-        ids = self._encode(prompt) if isinstance(prompt, str) else prompt
-        request = Request(
-            id=f"generate-{uuid.uuid4().hex}",
-            prompt=tuple(ids),
-            sampling=sampling or SamplingParams(),
-            max_tokens=max_tokens,
-            stop=tuple(stop),
-            ignore_eos=ignore_eos,
-            n=n,
-            constraint=constraint,
-        )
-        return collect(self.stream(request), n)
-
-    def _encode(self, text: str) -> list[int]:
-        begin = self.tokenizer.special_tokens.get("bos_token")
-        return self.tokenizer.encode(text, special=not begin or not text.startswith(begin))
-
     def health(self) -> Health:
         age, error = self._heart.age, self._error
         if error is not None:
@@ -352,7 +304,14 @@ class Engine:
     def close_session(self, session: str) -> bool:
         """Hold on to a session's states no longer; False if there is no such session, or the engine doesn't turn."""
         core = self._core
-        return core is not None and bool(self._ask(lambda: core.reuse.close_session(session), ASK_SECONDS))
+        if core is None or not self._thread.is_alive():
+            return False
+        answer: Future[bool] = Future()
+        self._mailbox.post(CloseSession(session, answer))
+        try:
+            return answer.result(ASK_SECONDS)
+        except TimeoutError:
+            return False
 
     def _ask(self, work: Callable[[], T], timeout: float) -> T | None:
         """The result of `work` on the engine's thread; None if it didn't come to it in time. Raises what `work` raises."""
@@ -378,7 +337,7 @@ class Engine:
         self._mailbox.post(Stop())
         if threading.current_thread() is not self._thread:
             self._thread.join()
-            _await_thread_exit(self._thread.native_id)
+            await_thread_exit(self._thread.native_id)
             if self._saves is not None:
                 self._saves.close()
             atexit.unregister(self.stop)
@@ -411,11 +370,37 @@ class Engine:
         free = f" and {room} for free rows" if room else ""
         raise QueueFull(f"{num_waiting} requests wait already, the limit is {self.config.queue}{free}", seconds)
 
+    def lost(self, reason: str) -> None:
+        """Another process is gone. The engine's thread finds out at its next turn, if its collective ever ends."""
+        with self._lock:
+            self._error = self._error or EngineUnavailable(reason)
+        self._mailbox.post(Wake())
+
+    def _begun_elsewhere(self, begin: Begin) -> Job:
+        """A request that rank 0 answers."""
+        request = begin.request
+        grammar = None if request.constraint is None else self._grammar(request.constraint)
+        return Job(request, lambda _: None, begin.limit, begin.seed, grammar, tier=self.model.tier)
+
+    def abandon(self, reason: str) -> None:
+        """The engine's thread doesn't come back from the device: tell every open request."""
+        with self._lock:
+            jobs = list(self._open.values())
+        for job in jobs:
+            job.fail(EngineUnavailable(reason), "engine_failed", fatal=True)
+
+    def ended(self, timeout: float | None = None) -> bool:
+        """Wait for the end of the engine's thread; False if it didn't come in time."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
     # The thread
 
     def _run(self) -> None:
         with allocator_limits(self.config.memory_budget):
             self._live()
+        if self.host.ranks is not None:
+            self.host.ranks.close(str(self._error) if self._error is not None else None)
         # The weights go with the core, unless the caller of `load` holds them.
         self._core = None
 
@@ -461,6 +446,8 @@ class Engine:
                 if resets >= MAX_RESETS:
                     self._fail(core, error)
                     return
+        with self._lock:
+            self._stopped = True
         self._end(core, EngineUnavailable("the engine was stopped"), "engine_stopped")
         core.close()
         core.reuse.close()
@@ -469,6 +456,8 @@ class Engine:
         """The engine can't go on: tell every open request, health and the host."""
         with self._lock:
             self._error = error
+        if self.host.ranks is not None:
+            self.host.ranks.over = True
         if core is not None:
             # What keeps it from starting is told by whoever waits for it.
             log.critical("the engine failed: %s", error)
@@ -485,21 +474,6 @@ class Engine:
         with self._idle:
             self._open.pop(job.request.id, None)
             self._idle.notify_all()
-
-
-def _await_thread_exit(native_id: int | None) -> None:
-    """Wait until a joined thread is gone from the system too.
-
-    Only then has it dropped MLX's per-thread cache of compiled functions, for which it takes the interpreter's lock: were the
-    interpreter being torn down meanwhile, the process would abort.
-    """
-    task = Path(f"/proc/self/task/{native_id}")
-    if not Path("/proc/self/task").is_dir():
-        time.sleep(THREAD_EXIT)
-        return
-    deadline = time.monotonic() + 100 * THREAD_EXIT
-    while task.exists() and time.monotonic() < deadline:
-        time.sleep(0.001)
 
 
 def load(path: str | Path, settings: Settings | EngineConfig | None = None, host: Host | None = None) -> Engine:
@@ -519,7 +493,13 @@ def load(path: str | Path, settings: Settings | EngineConfig | None = None, host
         read_config(draft)
         check_tokenizers(tokenizer, Tokenizer.load(draft))
     load_draft = None if draft is None else lambda: load_model(draft)
-    engine = Engine(lambda: load_model(path), tokenizer, settings, host, load_draft=load_draft)
+    ranks = host.ranks if host is not None else None
+    if ranks is not None:
+        settings = settings or Settings()
+        check_ranks(settings)
+        ranks.agree(*about(path, settings))
+    split = None if ranks is None else splitter(ranks.group)
+    engine = Engine(lambda: load_model(path, split), tokenizer, settings, host, load_draft=load_draft)
     try:
         engine.wait()
     except BaseException:

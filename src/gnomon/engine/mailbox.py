@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any
 
+import mlx.core as mx
+
 from gnomon.engine.aside import SideJob
 from gnomon.engine.row import Job
 
@@ -39,6 +41,14 @@ class Wake:
 
 
 @dataclass(frozen=True, slots=True)
+class CloseSession:
+    """Hold on to a session's states no longer; `answer` hears whether there was such a session."""
+
+    session: str
+    answer: Future[bool] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Ask:
     """Do `work` on the engine's thread and give its result to `answer`."""
 
@@ -46,7 +56,7 @@ class Ask:
     answer: Future[Any]
 
 
-Command = Submit | Beside | Cancel | Stop | Wake | Ask
+Command = Submit | Beside | Cancel | Stop | Wake | CloseSession | Ask
 
 
 class Mailbox:
@@ -58,8 +68,8 @@ class Mailbox:
     def post(self, command: Command) -> None:
         self._queue.put(command)
 
-    def take(self, wait: float = 0.0) -> list[Command]:
-        """All commands there are, waiting up to `wait` seconds for a first one."""
+    def take(self, wait: float = 0.0, digest: Callable[[], int] | None = None) -> list[Command]:  # noqa: ARG002  (for several processes)
+        """All commands there are, waiting up to `wait` seconds for a first one. `digest` tells what the engine has come to."""
         commands: list[Command] = []
         try:
             if wait:
@@ -68,3 +78,7 @@ class Mailbox:
                 commands.append(self._queue.get_nowait())
         except Empty:
             return commands
+
+    def active_memory(self) -> int:
+        """Bytes that MLX holds, as the engine that takes this mail is to reckon them."""
+        return mx.get_active_memory()

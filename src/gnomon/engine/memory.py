@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import Any
 
-import mlx.core as mx
-
-from gnomon.engine.budget import Budget, ceiling
+from gnomon.engine.budget import Budget
 from gnomon.engine.reuse import Reuse
 from gnomon.engine.row import Job
 from gnomon.engine.runner import Runner
@@ -17,12 +15,10 @@ from gnomon.state.batch_state import BatchState
 class Memory:
     """Stands between the budget, which predicts, and what is held: rows' states, pages, and what is kept for reuse."""
 
-    def __init__(self, budget: Budget, runner: Runner, reuse: Reuse, limit: int | None) -> None:
-        """`limit` is the operator's, in bytes."""
+    def __init__(self, budget: Budget, runner: Runner, reuse: Reuse) -> None:
         self.budget = budget
         self.runner = runner
         self.reuse = reuse
-        self.ceiling = ceiling(limit)
         self.pages: dict[str, int] = {}
         """For /stats, as of the last gauges."""
 
@@ -46,12 +42,11 @@ class Memory:
         self.reuse.allow(left)
         return True
 
-    def relieve(self) -> None:
-        """What is kept for reuse gives way when memory runs short. No request is refused for it."""
-        excess = mx.get_active_memory() - self.ceiling
-        if excess > 0:
-            self.reuse.shed(excess)
-            self.tidy()
+    def shed(self, num_bytes: int) -> int:
+        """What is kept for reuse gives way when memory runs short, by so much or as far as it goes. How many bytes went."""
+        went = self.reuse.shed(num_bytes)
+        self.tidy()
+        return went
 
     def tidy(self) -> None:
         """Give back what is held for pages that nobody needs. Between forwards only."""

@@ -10,7 +10,7 @@ from typing import Any
 from gnomon.chat.tokenizer import Tokenizer
 from gnomon.config import KernelConfig
 from gnomon.engine.api import ModelInfo, Tier
-from gnomon.engine.budget import Budget, budget_for
+from gnomon.engine.budget import Budget, budget_for, shared_budget
 from gnomon.engine.coding import coding_for, stats_of, tier_of
 from gnomon.engine.core import Core, Served, Shared
 from gnomon.engine.counters import Counters
@@ -44,9 +44,11 @@ def sections(opened: Opened, core: Core) -> dict[str, Any]:
         speculation = {"enabled": True, **guessing.stats(core.counters.active_rows)}
     return {
         **core.reuse.sections(),
+        "memory_pressure": core.pressure.stats(),
         "speculation": speculation,
         "kernels": dict(opened.kernels.stats()),
         "kv_quant": opened.kv,
+        **({} if (ranks := core.ranks) is None else {"distributed": {"rank": ranks.rank, "size": ranks.size}}),
         **core.memory.sections(),
     }
 
@@ -63,7 +65,7 @@ def open_core(
     with the model."""
     config, cores = settings.engine, list[Core]()
     loaded = load()
-    kernels = _prepare(loaded, settings.kernels)
+    kernels = _prepare(loaded, settings.kernels, alone=host.ranks is None)
     draft = load_draft() if load_draft is not None else None
     if draft is not None:
         check_draft(draft)
@@ -79,27 +81,29 @@ def open_core(
     def reuse() -> Reuse:
         return cores[0].reuse
 
+    budget = budget_for(loaded, config.memory_budget, settings.kv, draft, config.kv_budget)
+    if host.ranks is not None:
+        budget = shared_budget(budget, loaded.weight_bytes, host.ranks.memory)
     served = Served(
         loaded,
         tokenizer,
-        replace(
-            budget_for(loaded, config.memory_budget, settings.kv, draft, config.kv_budget),
-            workspace=workspace_of(loaded, coding),
-        ),
+        replace(budget, workspace=workspace_of(loaded, coding)),
         coding,
         kernels.identity,
         pages,
     )
-    speculation = open_speculation(
-        settings.speculation,
-        loaded,
-        draft,
-        runner_of=runner_of,
-        kernels=f"{kernels.name} {settings.kv.name}{' paged' if settings.kv.paged else ''}",
-        reuse=reuse,
-        measurements=settings.measurements,
-        extra=host.propose,
-    )
+    speculation = None
+    if host.ranks is None:
+        speculation = open_speculation(
+            settings.speculation,
+            loaded,
+            draft,
+            runner_of=runner_of,
+            kernels=f"{kernels.name} {settings.kv.name}{' paged' if settings.kv.paged else ''}",
+            reuse=reuse,
+            measurements=settings.measurements,
+            extra=host.propose,
+        )
     core = Core(served, settings, host, shared, speculation)
     cores.append(core)
     opened = Opened(
@@ -112,9 +116,12 @@ def open_core(
     return core, opened
 
 
-def _prepare(loaded: LoadedModel, wanted: KernelConfig) -> Kernels:
-    policy = "stock" if wanted.stock else wanted.kernels
-    return native.prepare(loaded.model, policy, cache=wanted.kernel_cache, threads=wanted.threads)
+def _prepare(loaded: LoadedModel, wanted: KernelConfig, *, alone: bool = True) -> Kernels:
+    # Native kernels don't know layers that are split over processes.
+    policy = "stock" if wanted.stock or not alone else wanted.kernels
+    return native.prepare(
+        loaded.model, policy, cache=wanted.kernel_cache, threads=wanted.threads, fused=wanted.fused_layers
+    )
 
 
 def _identity(core: Core, operations: str) -> str:

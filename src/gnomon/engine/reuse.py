@@ -204,11 +204,15 @@ class Reuse:
         if self.cache is not None and num_bytes is not None:
             self.cache.allow(num_bytes)
 
-    def shed(self, num_bytes: int) -> None:
-        """Memory runs short: give up so much, or as much as can go."""
-        if self.cache is not None and self.cache.num_bytes:
-            self.num_reclaims += 1
-            self.cache.shed(num_bytes)
+    def shed(self, num_bytes: int) -> int:
+        """Memory runs short: give up so much, or as much as can go. How many bytes went."""
+        cache = self.cache
+        if cache is None or not cache.num_bytes:
+            return 0
+        before = cache.num_bytes
+        self.num_reclaims += 1
+        cache.shed(num_bytes)
+        return before - cache.num_bytes
 
     def check_integrity(self) -> None:
         """Raise RuntimeError when the cache's books are wrong."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gnomon.config import CacheConfig, EngineConfig, KernelConfig, KvScheme, SpeculationConfig
+from gnomon.engine.ranks.link import Ranks
 from gnomon.engine.resume import Store
 from gnomon.engine.speculation import ProposerFactory
 from gnomon.state.batch_state import BatchState
@@ -37,6 +38,7 @@ class Host:
     `on_failure` is called from the engine's thread, once, after every open request has heard `Failed`, when the engine can't go on: the
     process should then exit non-zero. Running generations are kept in `saves`, which the engine closes at its end. `prime` may fill the
     fresh state of a prompt before its prefill, and `propose` adds a proposer to each choice; both are called on the engine's thread.
+    `ranks` are the processes that the model is split over.
     """
 
     on_failure: Callable[[str], None] | None = None
@@ -44,3 +46,4 @@ class Host:
     saves: Store | None = None
     prime: Callable[[BatchState], None] | None = None
     propose: ProposerFactory | None = None
+    ranks: Ranks | None = None

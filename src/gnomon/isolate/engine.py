@@ -165,10 +165,20 @@ class IsolatedEngine:
             if child is None:
                 raise EngineUnavailable(self._message)
             reply = self._ask(child, Compile(next(self._numbers), constraint))
-        try:
-            return reply.result(self._patience.compile)
-        except (FutureTimeout, ConnectionError) as error:
-            raise EngineUnavailable("the engine's process did not compile the grammar") from error
+        patience, end = self._patience, time.monotonic() + self._patience.compile
+        while True:
+            try:
+                return reply.result(patience.submit)
+            except FutureTimeout as error:
+                # Requests for other models may wait behind this one.
+                if time.monotonic() - child.heard > patience.submit:
+                    raise EngineUnavailable("the engine's process stands still") from error
+                if time.monotonic() >= end:
+                    raise EngineUnavailable(
+                        f"the engine's process did not compile the grammar within {patience.compile:g} s"
+                    ) from error
+            except ConnectionError as error:
+                raise EngineUnavailable("the engine's process did not compile the grammar") from error
 
     def embed(self, prompts: Sequence[tuple[int, ...]]) -> Future[list[list[float]]]:
         """Vectors of length 1. The child's refusals come by the future; whoever cancels it stops the work."""

@@ -17,7 +17,7 @@ import mlx.nn as nn
 import psutil
 
 from gnomon.kernels import build, dispatch, layers, operations
-from gnomon.kernels.cuda import decode
+from gnomon.kernels.cuda import decode, sources
 from gnomon.kernels.cuda import operations as cuda_operations
 
 log = logging.getLogger(__name__)
@@ -56,6 +56,8 @@ class Kernels:
     @property
     def identity(self) -> str:
         """Whose operations run: others give other bits."""
+        if self.isa == CUDA:
+            return f"native {CUDA} {sources.version()}{' fused' if 'fused' in self.layers else ''}"
         return f"{self._kind} {self.isa} {self.path.parent.name}" if self.native and self.path is not None else "stock"
 
     @property
@@ -132,12 +134,13 @@ def prepare(
     *,
     cache: Path,
     threads: int | None = None,
+    fused: bool = False,
     progress: Callable[[str], None] = log.warning,
 ) -> Kernels:
-    """`start`, then swap the layers of a model that the calling thread will step."""
+    """`start`, then swap the layers of a model that the calling thread will step. `fused`: on CUDA, one launch a layer."""
     kernels = start(policy, cache=cache, threads=threads, progress=progress)
     if kernels.isa == CUDA:
-        return replace(kernels, layers=decode.swap(model))
+        return replace(kernels, layers=decode.swap(model, fused))
     extension = _extension
     if not kernels.native or extension is None:
         return kernels

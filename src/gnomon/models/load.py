@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -48,8 +48,8 @@ class LoadedModel:
     binding: Binding
 
 
-def load(path: str | Path) -> LoadedModel:
-    """Load the model directory at `path` on the calling thread and evaluate its weights.
+def load(path: str | Path, split: Callable[[nn.Module, Mapping[str, Any]], None] | None = None) -> LoadedModel:
+    """Load the model directory at `path` on the calling thread and evaluate its weights. `split` takes away what other processes hold.
 
     Raises `ModelError` for a missing, damaged or inconsistent file and `UnsupportedModel` for a model that can't run here. Whatever
     can be found out without reading weights is checked first.
@@ -60,7 +60,12 @@ def load(path: str | Path) -> LoadedModel:
     refuse(_module_name(path, config))
     _check_weights(path)
     try:
-        model, understood = load_model(path)
+        model, understood = load_model(path, lazy=split is not None)
+        if split is not None:
+            split(model, understood)
+            mx.eval(model.parameters())
+    except UnsupportedModel:
+        raise
     except (ValueError, KeyError, TypeError, RuntimeError) as error:
         # mlx-lm raises these for weights that don't fit the configuration and for configurations its model can't be built from.
         reason = " ".join(str(error).split())

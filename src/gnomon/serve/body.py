@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Coroutine
 from typing import Any, TypeVar, cast
 
@@ -12,20 +13,27 @@ from pydantic_core import from_json
 from starlette.types import Receive
 
 from gnomon.serve.errors import APIError, ClientDisconnected, from_validation, invalid, show, unavailable
+from gnomon.serve.services import Timing
 
 T = TypeVar("T")
 Model = TypeVar("Model", bound=BaseModel)
 
 
+def _refused(status: int, message: str, code: str | None = None) -> APIError:
+    """What is still to come of the body is not read: the connection can carry no other request."""
+    return APIError(status, message, code=code, headers={"connection": "close"})
+
+
 def _too_large(size: str, limit: int) -> APIError:
-    return APIError(413, f"the request body {size}; the limit is {limit} bytes", code="body_too_large")
+    return _refused(413, f"the request body {size}; the limit is {limit} bytes", "body_too_large")
 
 
-async def read_body(request: Request, limit: int, timeout: float) -> bytes:
-    """The whole body. Raises APIError: 413 above `limit` bytes, 408 after `timeout` seconds without a byte, 415 when encoded."""
+async def read_body(request: Request, limit: int, timing: Timing) -> bytes:
+    """The whole body. Raises APIError: 413 above `limit` bytes, 408 when it pauses or comes too slowly, 415 when encoded."""
+    timeout, begun = timing.read, time.monotonic()
     encoding = request.headers.get("content-encoding", "identity").lower()
     if encoding != "identity":
-        raise APIError(415, f"content-encoding {encoding!r} is not supported; send the body as it is")
+        raise _refused(415, f"content-encoding {encoding!r} is not supported; send the body as it is")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and (len(declared) > 18 or int(declared) > limit):
         raise _too_large(f"has {declared} bytes", limit)
@@ -40,13 +48,17 @@ async def read_body(request: Request, limit: int, timeout: float) -> bytes:
             # Only the server's end cancels a request, and one that hasn't arrived has done nothing yet.
             raise unavailable("the server stopped before the request had arrived") from None
         except TimeoutError:
-            raise APIError(408, f"no byte of the request body came for {timeout:g} s", code="body_timeout") from None
+            raise _refused(408, f"no byte of the request body came for {timeout:g} s", "body_timeout") from None
         if message["type"] == "http.disconnect":
             raise ClientDisconnected
         part: bytes = message.get("body", b"")
         size += len(part)
         if size > limit:
             raise _too_large(f"has {size} bytes and more", limit)
+        seconds = time.monotonic() - begun
+        if seconds > timeout + size / timing.pace:
+            said = f"{size} bytes of the request body came in {seconds:.0f} s; after {timeout:g} s it must be {timing.pace:g} a second"
+            raise _refused(408, said, "body_timeout")
         parts.append(part)
         more = message.get("more_body", False)
     return b"".join(parts)

@@ -149,6 +149,8 @@ def from_failed(event: Failed) -> APIError:
         return APIError(502, event.message, type="server_error", code=event.code)
     if event.fatal or event.code in ENDED:
         return APIError(503, event.message, type="server_error", code=event.code)
+    if event.code == "out_of_memory":
+        return APIError(503, event.message, type="server_error", code=event.code, headers={"retry-after": "5"})
     if event.code == "grammar_failed":
         # Too many ways to read the text: the grammar was the client's.
         return invalid(event.message, code=event.code)

@@ -14,22 +14,19 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Generator
-from http import HTTPStatus
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar, cast
 
-import h11
 import uvicorn
 from fastapi import FastAPI
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from gnomon.config import HTTPConfig
 from gnomon.engine.api import FlushReport, Supervised
 from gnomon.serve.auth import is_loopback
-from gnomon.serve.errors import APIError
 from gnomon.serve.keys import KeyFileError, KeyRing
-from gnomon.serve.sse import ABORT
+from gnomon.serve.protocol import Protocol
 
 logger = logging.getLogger(__name__)
 
@@ -135,29 +132,6 @@ def address_of(bound: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-class Protocol(H11Protocol):
-    """uvicorn's, with OpenAI's error body for what isn't HTTP, and a way to drop a client that has stopped reading."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:
-        super().connection_made(transport)
-        self.app_state = {**self.app_state, ABORT: transport.abort}
-
-    def _unsupported_upgrade_warning(self) -> None:
-        # Whoever asks for a WebSocket gets an answer over HTTP; the log needs no advice on packages to install.
-        logger.debug("an upgrade of the connection was asked for and is not offered")
-
-    def send_400_response(self, msg: str) -> None:
-        body = json.dumps(APIError(400, msg, code="invalid_http").body).encode()
-        headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
-        for event in (
-            h11.Response(status_code=400, headers=headers, reason=HTTPStatus.BAD_REQUEST.phrase),
-            h11.Data(data=body),
-            h11.EndOfMessage(),
-        ):
-            self.transport.write(self.conn.send(event) or b"")
-        self.transport.close()
-
-
 class Server(uvicorn.Server):
     """Serves until a signal or the engine's end.
 
@@ -171,7 +145,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http=Protocol,
+                http=cast("Any", partial(Protocol, head_seconds=app.state.services.timing.head)),
                 loop="asyncio",
                 ws="none",
                 lifespan="off",

@@ -66,6 +66,10 @@ class Timing:
     """How long a client may take no data before it is dropped."""
     read: float = 60.0
     """How long a request body may pause."""
+    pace: float = 1024.0
+    """Bytes per second that a request body must come to, from `read` seconds after its head."""
+    head: float = 20.0
+    """How long a request's head may take."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Tool calls in what models write: a parser for each family's notation, and one extractor that streams."""
 
-from gnomon.chat.tools.detect import FORMATS, detect
+from gnomon.chat.tools.detect import FORMATS, GENERIC, detect
 from gnomon.chat.tools.events import CallArguments, CallEnd, CallEvent, CallStart, Content, Event, Malformed
 from gnomon.chat.tools.extractor import Call, Extractor, collected, joined, parse
 from gnomon.chat.tools.format import ToolFormat
@@ -8,6 +8,7 @@ from gnomon.chat.tools.schema import Tools
 
 __all__ = [
     "FORMATS",
+    "GENERIC",
     "Call",
     "CallArguments",
     "CallEnd",

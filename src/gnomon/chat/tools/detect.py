@@ -61,6 +61,8 @@ COMMAND = Tagged(name="command", openers=("<|START_ACTION|>",), close="<|END_ACT
 NEMOTRON = Tagged(name="nemotron", openers=("<TOOLCALL>",), close="</TOOLCALL>", style="list")
 GRANITE = Tagged(name="granite", openers=("<|tool_call|>",), close="<|/tool_call|>", style="list")
 JSON = Tagged(name="json", openers=("<tool_call>",), close="</tool_call>")
+GENERIC = Tagged(name="generic", openers=("<tool_call>",), close="</tool_call>")
+"""For models that were taught none: that of Hermes, as `gnomon.chat.tool_prompt` tells it."""
 LLAMA = Llama(name="llama", openers=(llama.PYTHON_TAG, llama.PYTHON_START), leading=("{", "["))
 
 FORMATS: tuple[ToolFormat, ...] = (

@@ -39,7 +39,7 @@ def flush_body(report: FlushReport) -> FlushBody:
 @router.post("/admin/cache/flush", response_model=FlushBody, responses={503: {"model": FlushBody}})
 async def flush(request: Request, services: Annotated[Services, Depends(services_of)]) -> Response:
     """Write every state that only memory holds: 200 when all of them are on disk, else 503."""
-    await read_body(request, services.http.body_limit, services.timing.read)
+    await read_body(request, services.http.body_limit, services.timing)
     timeout = services.http.shutdown_timeout
     report = await until_disconnect(request, in_thread(lambda: services.whole.flush(timeout)))
     return JSONResponse(flush_body(report), 200 if report.durable else 503)
@@ -48,7 +48,7 @@ async def flush(request: Request, services: Annotated[Services, Depends(services
 @router.post("/admin/cache/session/close", response_model=ClosedBody, openapi_extra=json_body(CloseSession))
 async def close_session(request: Request, services: Annotated[Services, Depends(services_of)]) -> ClosedBody:
     """Stop holding on to a session's states. None of them is removed."""
-    wanted = parse(CloseSession, await read_body(request, services.http.body_limit, services.timing.read))
+    wanted = parse(CloseSession, await read_body(request, services.http.body_limit, services.timing))
     return {"closed": await in_thread(lambda: services.whole.close_session(wanted.session_id))}
 
 
@@ -66,7 +66,7 @@ async def drain(request: Request, services: Annotated[Services, Depends(services
     """
     if services.http.unix is None:
         raise APIError(403, "/admin/drain is open to a --unix socket only", code="unix_only")
-    body = await read_body(request, services.http.body_limit, services.timing.read)
+    body = await read_body(request, services.http.body_limit, services.timing)
     wanted = parse(Drain, body or b"{}")
     work = _drain_all(services) if wanted.model is None else _drain_one(services, wanted.model)
     drained, report = await until_disconnect(request, work)

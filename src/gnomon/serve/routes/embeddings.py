@@ -28,7 +28,7 @@ router = APIRouter()
 @router.post("/v1/embeddings", response_model=EmbeddingList, openapi_extra=json_body(EmbeddingRequest))
 async def create(request: Request, services: Annotated[Services, Depends(services_of)]) -> Response:
     """Turn texts into vectors of length 1."""
-    body = await read_body(request, services.http.body_limit, services.timing.read)
+    body = await read_body(request, services.http.body_limit, services.timing)
     return await with_model(request, services, body, lambda own: answer(body, own))
 
 

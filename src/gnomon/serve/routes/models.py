@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends
 
+from gnomon.chat.template import ChatTemplate
 from gnomon.isolate import Entry
 from gnomon.serve.errors import APIError, show
 from gnomon.serve.services import Services, services_of
@@ -23,6 +24,10 @@ def _all(services: Services) -> Iterator[ModelBody]:
         yield from (_pooled(services, entry, about) for entry, about in services.pool.entries())
 
 
+def _tool_format(template: ChatTemplate) -> str | None:
+    return None if template.tools is None else template.tools.name
+
+
 def _served(services: Services) -> ModelBody:
     model = services.engine.model
     return {
@@ -33,6 +38,7 @@ def _served(services: Services) -> ModelBody:
         "context_window": model.context_length,
         "reasoning": services.template.reasoning is not None,
         "vision": False,
+        "tool_format": _tool_format(services.template),
         "model_type": model.model_type,
         "size_bytes": model.weight_bytes,
     }
@@ -48,6 +54,7 @@ def _pooled(services: Services, entry: Entry, about: Mapping[str, Any]) -> Model
         "context_window": entry.context,
         "reasoning": None if own is None else own.template.reasoning is not None,
         "vision": False,
+        "tool_format": None if own is None else _tool_format(own.template),
         "model_type": entry.model_type,
         "size_bytes": entry.size_bytes,
         "state": about["state"],

@@ -10,8 +10,10 @@ from typing_extensions import TypedDict
 class ModelBody(TypedDict):
     """OpenAI's fields, then Gnomon's. `context_window` is in tokens and null when the model doesn't say.
 
-    `reasoning` is null of a model that was never loaded. A server of several models tells the `state` of each: cold, loading, resident,
-    draining or failed, then with the `reason`.
+    `tool_format` is how the model writes tool calls: `generic` if it was taught no way and is told one, null if it has no template, or
+    one that tells a way that isn't known. It and `reasoning` are null of a model that was never loaded.
+
+    A server of several models tells the `state` of each: cold, loading, resident, draining or failed, then with the `reason`.
     """
 
     id: str
@@ -21,6 +23,7 @@ class ModelBody(TypedDict):
     context_window: int | None
     reasoning: bool | None
     vision: bool
+    tool_format: str | None
     model_type: str
     size_bytes: int
     state: NotRequired[str]
