@@ -12,6 +12,7 @@ import psutil
 
 from gnomon.config import KvScheme
 from gnomon.engine.row import Job
+from gnomon.engine.workspace import Workspace
 from gnomon.models.fit import PREFILL, TRANSIENT_PER_TOKEN, Needs, measure_needs, usable
 from gnomon.models.load import LoadedModel
 
@@ -23,6 +24,13 @@ MIN_CONTEXT = 2
 """Tokens of the shortest request: one of the prompt and one of the answer."""
 
 
+BESIDE_SCORES = 0.25
+"""What masks and products take beside scores that are held whole, as a share of these. The transient covers the scores themselves."""
+
+
+NO_SCORES = Workspace()
+
+
 class OverBudget(ValueError):
     """The model alone takes more than the operator allows."""
 
@@ -31,13 +39,14 @@ class OverBudget(ValueError):
 class Budget:
     """`limit` bytes is the operator's; None is advice only, and nothing is refused. `needs` is None where there are no files to measure.
 
-    `kv_limit` bytes is the operator's for the states of admitted requests alone.
+    `kv_limit` bytes is the operator's for the states of admitted requests alone. Where attention holds scores whole, `workspace` says so.
     """
 
     needs: Needs | None
     limit: int | None
     usable: int
     kv_limit: int | None = None
+    workspace: Workspace = NO_SCORES
 
     @property
     def max_safe_context(self) -> int | None:
@@ -103,7 +112,8 @@ class Budget:
         choices = list(choices)
         longest = max((context for context, _ in choices), default=0)
         states = sum(self.needs.kv(context) * n for context, n in choices)
-        return self.needs.weights + states + min(PREFILL, longest) * TRANSIENT_PER_TOKEN
+        beside = BESIDE_SCORES * self.workspace.nbytes(PREFILL, longest)
+        return self.needs.weights + states + min(PREFILL, longest) * TRANSIENT_PER_TOKEN + beside
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gnomon.chat.tokenizer import Tokenizer
@@ -19,6 +19,7 @@ from gnomon.engine.paging import pages_for
 from gnomon.engine.reuse import Reuse
 from gnomon.engine.runner import Runner
 from gnomon.engine.settings import Host, Settings
+from gnomon.engine.workspace import workspace_of
 from gnomon.kernels import native
 from gnomon.kernels.native import Kernels
 from gnomon.models.load import LoadedModel
@@ -86,7 +87,7 @@ def open_core(
     served = Served(
         loaded,
         tokenizer,
-        budget,
+        replace(budget, workspace=workspace_of(loaded, coding)),
         coding,
         kernels.identity,
         pages,

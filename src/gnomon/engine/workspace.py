@@ -32,6 +32,10 @@ class Workspace:
             chunk = max(FEWEST, chunk // 2)
         return chunk
 
+    def nbytes(self, chunk: int, context: int) -> int:
+        """Bytes of a layer's scores in the widest window of a prompt that comes to `context` tokens."""
+        return self.chunk(chunk, context) * context * self.pair_bytes
+
     def has_room(self, windows: Iterable[tuple[int, int]]) -> bool:
         """Whether prompts of (tokens to compute, context) may share a window."""
         windows = list(windows)
