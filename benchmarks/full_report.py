@@ -67,24 +67,18 @@ def say(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def python_with_llama_cpp() -> str:
-    """The interpreter of an environment with llama.cpp, which uv makes and keeps."""
-    command = [
-        "uv",
-        "run",
-        "-q",
-        "--no-project",
-        "--with",
-        "xllamacpp",
-        "python",
-        "-c",
-        "import sys; print(sys.executable)",
-    ]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+def python_with_llama_cpp(directory: Path) -> Path:
+    """The interpreter of an environment in `directory` that holds llama.cpp's package, made once."""
+    python = directory / "bin" / "python"
+    if not python.exists():
+        subprocess.run(["uv", "venv", "-q", "--python", sys.executable, str(directory)], check=True)
+        subprocess.run(["uv", "pip", "install", "-q", "--python", str(python), "xllamacpp"], check=True)
+    return python.absolute()
 
 
-def llama_cpp(file: Path, binary: Path | None, threads: int) -> str:
-    """Command line of llama.cpp's server, with its port left open. All slots share the context."""
+def llama_cpp(file: Path, binary: Path | None, threads: int, environment: Path) -> str:
+    """Command line of llama.cpp's server, with its port left open. All slots share the context. `environment` is where the package goes,
+    if there is no `binary`."""
     context = str(CONTEXT)
     if binary is not None:
         words = [
@@ -101,7 +95,7 @@ def llama_cpp(file: Path, binary: Path | None, threads: int) -> str:
             context,
         ]
     else:
-        words = [python_with_llama_cpp(), str(SERVER), "serve", str(file)]
+        words = [str(python_with_llama_cpp(environment)), str(SERVER), "serve", str(file)]
         words += ["--threads", str(threads), "--slots", str(SLOTS), "--context", context]
     return f"{shlex.join(words)} --port {{port}}"
 
@@ -124,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Where they can't be built, the server says so and how it computes; a first start that builds them would be no start.
     gnomon(["kernels", "build"])
     file = gguf(a.out.parent / "gguf")
-    other = f"llama.cpp={llama_cpp(file, a.llama_server, a.threads)}"
+    other = f"llama.cpp={llama_cpp(file, a.llama_server, a.threads, a.out.parent / 'llama-cpp')}"
     quick = ",".join(leg for leg in LEGS if leg != "restart")
     passes = (
         Pass("gnomon", other, quick, 1),

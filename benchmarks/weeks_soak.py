@@ -22,7 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +114,9 @@ def soak(child: Child, seconds: float, agents: int, leaving: float, seed: int, d
     """Let the agents talk for so long."""
     report, lock = Report(), threading.Lock()
     begun = time.monotonic()
+    # An engine in a process of its own tells its sections from its first report on.
+    while "memory" not in child.stats():
+        time.sleep(0.1)
     report.before = take(child, begun, disk)
 
     def live(number: int) -> None:
@@ -212,7 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(told(report))
     if a.out is not None:
         a.out.parent.mkdir(parents=True, exist_ok=True)
-        a.out.write_text(json.dumps(asdict(report), indent=1))
+        a.out.write_text(json.dumps(vars(report), default=vars, indent=1))
     return 1 if report.failures or leaks(report) else 0
 
 

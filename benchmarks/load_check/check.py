@@ -133,7 +133,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="the model's directory")
     parser.add_argument("--server", help="a running server of that model")
-    parser.add_argument("--flags", default="", metavar="='--FLAG …'", help="flags of the server that is started otherwise")
+    parser.add_argument(
+        "--flags", default="", metavar="='--FLAG …'", help="flags of the server that is started otherwise"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--calls", type=int, default=6, help="requests of each client and round")

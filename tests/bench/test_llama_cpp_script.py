@@ -108,7 +108,7 @@ def test_other_work_than_ordered_is_refused(script: ModuleType, server: Server) 
 
 def test_the_report_runs_the_binary_that_is_given(tmp_path: Path) -> None:
     report = module("full_report")
-    command = report.llama_cpp(tmp_path / "a b.gguf", tmp_path / "llama-server", 2)
+    command = report.llama_cpp(tmp_path / "a b.gguf", tmp_path / "llama-server", 2, tmp_path)
     words = shlex.split(command)
     assert words[:3] == [str(tmp_path / "llama-server"), "-m", str(tmp_path / "a b.gguf")]
     assert words[-2:] == ["--port", "{port}"]

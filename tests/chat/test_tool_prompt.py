@@ -125,3 +125,10 @@ def test_a_model_that_was_taught_keeps_its_notation() -> None:
 def test_a_template_that_shows_tools_is_left_alone() -> None:
     for name in ("qwen3.jinja", "mistral.jinja", "llama3.jinja", "tools/qwen3_coder.jinja"):
         assert of(name).shows_tools
+
+
+def test_parts_are_what_a_typed_template_gets() -> None:
+    said = of("typed.jinja").render([HI], [TOOL]).text
+    assert said.index(LISTED) < said.index("Hi")
+    assert said.count("Tools") == 1
+    assert of("typed.jinja").takes_system

@@ -37,7 +37,7 @@ def test_a_few_seconds(tmp_path: Path) -> None:
 def test_ninety_seconds(tmp_path: Path, flags: tuple[str, ...]) -> None:
     report = run(tmp_path, 90.0, 8, *flags)
     assert set(report.left_midway) == {"at once", "after the first bytes", "torn"}
-    assert report.growth("resident") < 1.1
+    assert report.growth("resident") < 1.15
     assert report.growth("active") < 1.25
     assert report.growth("descriptors") < 1.25
-    assert report.growth("threads") < 1.1
+    assert report.growth("threads") < 1.25

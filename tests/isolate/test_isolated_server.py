@@ -82,7 +82,11 @@ def test_killing_the_child_ends_its_streams_and_nothing_else(model: Path) -> Non
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         kept = client.responses.create(model="tiny", input="keep me", max_output_tokens=3)
         stream = client.chat.completions.create(
-            model="tiny", messages=[{"role": "user", "content": "abc"}], stream=True, max_tokens=50_000
+            model="tiny",
+            messages=[{"role": "user", "content": "abc"}],
+            stream=True,
+            max_tokens=50_000,
+            extra_body={"ignore_eos": True},
         )
         chunks = iter(stream)
         for _ in range(3):

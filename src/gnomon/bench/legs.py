@@ -38,7 +38,7 @@ CUT_AFTER = 3
 QUIET_SHARE = 0.15
 """A server is at rest while it uses less than this share of one processor."""
 QUIET_SECONDS = 0.1
-"""How long it has to be at rest."""
+"""How long it has to be at rest, and the shortest time that can be told."""
 STATS_SECONDS = 0.1
 PROBES: Mapping[str, tuple[str, Mapping[str, JsonValue]]] = {
     "completion": ("/v1/completions", {"prompt": STORY}),
@@ -333,12 +333,13 @@ def _cut(arm: LegContender, prompt: str, length: int) -> float:
 
 
 def at_rest(pid: int, since: float, timeout: float) -> float:
-    """Seconds after `since` at which a process tree came to rest, by its processor time, to about 0.1 s. Raises `ArmTimedOut`."""
+    """Seconds after `since` at which a process tree came to rest, by its processor time; `QUIET_SECONDS`, which is as fine as it can
+    be told, if that was sooner. Raises `ArmTimedOut`."""
     while time.perf_counter() - since < timeout:
         begun, before = time.perf_counter(), cpu_seconds(pid)
         time.sleep(QUIET_SECONDS)
         if cpu_seconds(pid) - before < QUIET_SHARE * (time.perf_counter() - begun):
-            return max(0.0, begun - since)
+            return max(QUIET_SECONDS, begun - since)
     raise ArmTimedOut(f"the server was still busy {timeout:.0f} s after the client had gone")
 
 

@@ -24,7 +24,7 @@ from typing import Any, cast
 from gnomon.chat.messages import ChatError
 from gnomon.chat.reasoning import TagFormat
 from gnomon.chat.template import ChatTemplate
-from gnomon.chat.tools import parse
+from gnomon.chat.tools import GENERIC, parse
 from gnomon.chat.tools.tagged import Tagged
 
 MAX_TOOLS = 32
@@ -92,10 +92,10 @@ class _Written:
 
 
 def can_settle(template: ChatTemplate) -> bool:
-    """Whether anything of a model's calls can be settled: it writes them as JSON or elements between tags, and reasoning, if any, too."""
-    return isinstance(template.tools, Tagged) and (
-        template.reasoning is None or isinstance(template.reasoning, TagFormat)
-    )
+    """Whether anything of a model's calls can be settled: it was taught to write them as JSON or elements between tags, and reasoning, if
+    any, too."""
+    tagged = isinstance(template.tools, Tagged) and template.tools is not GENERIC
+    return tagged and (template.reasoning is None or isinstance(template.reasoning, TagFormat))
 
 
 def tool_spans(

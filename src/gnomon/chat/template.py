@@ -264,7 +264,8 @@ class ChatTemplate:
     @cached_property
     def takes_system(self) -> bool:
         """Whether the template writes a system message."""
-        said = self._try([{"role": "system", "content": "needle"}, {"role": "user", "content": "?"}])
+        asked = [{"role": "system", "content": "needle"}, {"role": "user", "content": "?"}]
+        said = self._try(normalise(asked, self.habits))
         return said is not None and "needle" in said
 
     @cached_property

@@ -52,7 +52,7 @@ class LogitsJob(SideJob[bool]):
     def needed(self, prompt: Sequence[int]) -> int:
         return len(prompt) - 1
 
-    def width(self, runner: Runner) -> int:  # noqa: ARG002  (the base's signature)
+    def width(self, runner: Runner, prompt: Sequence[int]) -> int:  # noqa: ARG002  (the base's signature)
         return self.step
 
     def forward(self, runner: Runner, window: mx.array, state: BatchState) -> mx.array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,8 @@ from gnomon.serve.errors import APIError, from_failed
 from gnomon.serve.metrics import Latency
 from gnomon.serve.services import Services
 
+logger = logging.getLogger(__name__)
+MALFORMED = "a tool call could not be read and is text in content"
 Outcome = Literal["completed", "failed", "cancelled"]
 
 
@@ -278,6 +281,8 @@ class Generation:
         for usage in self.usages:
             metrics.usage(usage)
         metrics.tool_calls(self._assembly.calls, len(self.malformed))
+        if self.malformed:
+            logger.warning("%s: %s", self._requests[0].id, MALFORMED)
         started = self._stream.submitted_at
         first = self._stream.first_token_at or now
         metrics.latency(

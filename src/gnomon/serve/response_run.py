@@ -106,6 +106,11 @@ class ResponseRun:
             self.status = "failed"
             self._error = {"code": "server_error", "message": error.message}
 
+    def failed(self, error: APIError) -> bytes:
+        """The last event where the generation has failed."""
+        self.fail(error)
+        return self.end()
+
     def end(self) -> bytes:
         """The last event. No type of OpenAI's tells of a cancellation: its status does, in an incomplete response."""
         kind = "incomplete" if self.status == "cancelled" else self.status

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 from collections.abc import AsyncGenerator, Callable, Mapping
@@ -12,6 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gnomon.serve.body import disconnected
+from gnomon.serve.errors import APIError, internal
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +35,19 @@ def frame(value: Mapping[str, Any]) -> bytes:
 def event(value: Mapping[str, Any]) -> bytes:
     """One event that is named by its own `type`."""
     return f"event: {value['type']}\n".encode() + frame(value)
+
+
+async def guarded(frames: AsyncGenerator[bytes], name: str, last: Callable[[APIError], bytes]) -> AsyncGenerator[bytes]:
+    """The frames of the answer `name`; where making them fails, `last` of the failure ends them."""
+    async with contextlib.aclosing(frames):
+        try:
+            async for part in frames:
+                yield part
+        except APIError as error:
+            yield last(error)
+        except Exception:  # the status is sent: whatever it is, this request alone hears of it here
+            logger.exception("stream %s failed", name)
+            yield last(internal())
 
 
 class EventSourceResponse(Response):

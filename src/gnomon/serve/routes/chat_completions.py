@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -29,12 +28,12 @@ from gnomon.serve import volatile
 from gnomon.serve.body import parse, read_body
 from gnomon.serve.choose import with_model
 from gnomon.serve.constrain import chat_demand
-from gnomon.serve.errors import APIError, internal, invalid
-from gnomon.serve.generation import Generation, Piece
+from gnomon.serve.errors import invalid
+from gnomon.serve.generation import MALFORMED, Generation, Piece
 from gnomon.serve.prepare import Job, check_size, extractor_for, tier
 from gnomon.serve.schema import json_body
 from gnomon.serve.services import FINGERPRINT, Services, services_of
-from gnomon.serve.sse import DONE, PING, EventSourceResponse, frame
+from gnomon.serve.sse import DONE, PING, EventSourceResponse, frame, guarded
 from gnomon.serve.wire.chat import (
     CalledFunctionDelta,
     ChatChunk,
@@ -46,13 +45,11 @@ from gnomon.serve.wire.chat import (
 )
 from gnomon.serve.wire.logprobs import ChatLogprobs, chat_logprobs
 from gnomon.serve.wire.messages import template_messages, template_tools
-from gnomon.serve.wire.usage import usage_body
+from gnomon.serve.wire.usage import usage_body, weakest
 
-logger = logging.getLogger(__name__)
 router = APIRouter()
 
 NO_FORMAT = "this model's way of writing tool calls is not known: a call it makes is text in content"
-MALFORMED = "a tool call could not be read and is text in content"
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,17 +173,21 @@ async def answer(body: bytes, services: Services, trace_id: str) -> Response:
     job = prepared.job
     generation = start(prepared, services, "chat", "messages")
     if job.stream:
-        return EventSourceResponse(
-            frames(generation, prepared, services), generation.close, services.timing.write, job.headers()
-        )
+        told = guarded(frames(generation, prepared, services), job.id, lambda error: frame(error.body))
+        return EventSourceResponse(told, generation.close, services.timing.write, job.headers())
     try:
         completion = await complete(generation, prepared, services)
     finally:
         generation.close()
+    return JSONResponse(completion, headers=headers(prepared, generation))
+
+
+def headers(prepared: ChatJob, generation: Generation) -> dict[str, str]:
+    """Those of a whole answer, once it has ended."""
+    job = prepared.job
     if generation.malformed:
-        logger.warning("%s: %s", job.id, MALFORMED)
         job = replace(job, warnings=(*job.warnings, MALFORMED))
-    return JSONResponse(completion, headers=job.headers(completion["usage"]["tier"]))
+    return job.headers(weakest([job.tier, *(one.tier for one in generation.usages)]))
 
 
 async def complete(generation: Generation, prepared: ChatJob, services: Services) -> ChatCompletion:
@@ -234,29 +235,21 @@ def _logprobs(prepared: ChatJob, pieces: list[Piece]) -> ChatLogprobs | None:
 
 
 async def frames(generation: Generation, prepared: ChatJob, services: Services) -> AsyncGenerator[bytes]:
-    """The answer as server-sent events; a failure becomes the last of them."""
-    try:
-        # Whether there will be content isn't known where there may be calls only.
-        nothing = None if prepared.extractor else ""
-        for index in range(generation.choices):
-            yield frame(_chunk(prepared, services, index, {"role": "assistant", "content": nothing, "refusal": None}))
-        async for pieces in generation.pieces(services.timing.keep_alive):
-            if pieces is None:
-                yield PING
-            else:
-                yield b"".join(frame(chunk) for piece in pieces for chunk in _chunks(prepared, services, piece))
-        if prepared.job.usage:
-            last = _chunk(prepared, services, None, {})
-            last["usage"] = usage_body(generation.usages, prepared.job.tier, generation.reasoning_tokens)
-            yield frame(last)
-        if generation.malformed:
-            logger.warning("%s: %s", prepared.job.id, MALFORMED)
-        yield DONE
-    except APIError as error:
-        yield frame(error.body)
-    except Exception:  # the status is sent: whatever it is, this request alone hears of it here
-        logger.exception("stream %s failed", prepared.job.id)
-        yield frame(internal().body)
+    """The answer as server-sent events."""
+    # Whether there will be content isn't known where there may be calls only.
+    nothing = None if prepared.extractor else ""
+    for index in range(generation.choices):
+        yield frame(_chunk(prepared, services, index, {"role": "assistant", "content": nothing, "refusal": None}))
+    async for pieces in generation.pieces(services.timing.keep_alive):
+        if pieces is None:
+            yield PING
+        else:
+            yield b"".join(frame(chunk) for piece in pieces for chunk in _chunks(prepared, services, piece))
+    if prepared.job.usage:
+        last = _chunk(prepared, services, None, {})
+        last["usage"] = usage_body(generation.usages, prepared.job.tier, generation.reasoning_tokens)
+        yield frame(last)
+    yield DONE
 
 
 def _chunks(prepared: ChatJob, services: Services, piece: Piece) -> list[ChatChunk]:

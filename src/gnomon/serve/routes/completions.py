@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
@@ -18,18 +17,16 @@ from gnomon.engine.api import TokenLogprob
 from gnomon.serve.body import parse, read_body
 from gnomon.serve.choose import with_model
 from gnomon.serve.constrain import demand
-from gnomon.serve.errors import APIError, internal
 from gnomon.serve.generation import Generation, Piece
 from gnomon.serve.prepare import Job, check_ids, check_size, tier
 from gnomon.serve.prompt_echo import PromptEcho, echoes, joined
 from gnomon.serve.schema import json_body
 from gnomon.serve.services import FINGERPRINT, Services, services_of
-from gnomon.serve.sse import DONE, PING, EventSourceResponse, frame
+from gnomon.serve.sse import DONE, PING, EventSourceResponse, frame, guarded
 from gnomon.serve.wire.completions import Completion, CompletionChoice, CompletionRequest
 from gnomon.serve.wire.logprobs import LegacyLogprobs, MLXLogprobs, legacy_logprobs, mlx_logprobs
 from gnomon.serve.wire.usage import usage_body, weakest
 
-logger = logging.getLogger(__name__)
 router = APIRouter()
 
 
@@ -129,9 +126,8 @@ async def answer(body: bytes, services: Services, trace_id: str) -> Response:
         generation = Generation(services, "completions", job.requests, "prompt", remember=remember)
     close = _nothing_to_close if generation is None else generation.close
     if job.stream:
-        return EventSourceResponse(
-            frames(generation, prepared, echoed, services), close, services.timing.write, job.headers()
-        )
+        told = guarded(frames(generation, prepared, echoed, services), job.id, lambda error: frame(error.body))
+        return EventSourceResponse(told, close, services.timing.write, job.headers())
     try:
         completion = await complete(generation, prepared, echoed, services)
     finally:
@@ -195,28 +191,22 @@ def _whole(
 async def frames(
     generation: Generation | None, prepared: CompletionJob, echoed: Sequence[PromptEcho], services: Services
 ) -> AsyncGenerator[bytes]:
-    """The answer as server-sent events, each choice's prompt first if it is echoed; a failure becomes the last of them."""
-    try:
-        for index, echo in enumerate(echoed):
-            end = "length" if generation is None else None
-            yield frame(_chunk(prepared, services, index, echo.text, echo.logprobs, end))
-        if generation is not None:
-            offsets = [len(echo.text) for echo in echoed] or [0] * generation.choices
-            async for pieces in generation.pieces(services.timing.keep_alive):
-                if pieces is None:
-                    yield PING
-                else:
-                    yield b"".join(frame(_next(prepared, services, piece, offsets)) for piece in pieces)
-        if prepared.job.usage:
-            last = _completion(prepared, services)
-            last["usage"] = usage_body(_usages(generation, prepared, services), prepared.job.tier)
-            yield frame(last)
-        yield DONE
-    except APIError as error:
-        yield frame(error.body)
-    except Exception:  # the status is sent: whatever it is, this request alone hears of it here
-        logger.exception("stream %s failed", prepared.job.id)
-        yield frame(internal().body)
+    """The answer as server-sent events, each choice's prompt first if it is echoed."""
+    for index, echo in enumerate(echoed):
+        end = "length" if generation is None else None
+        yield frame(_chunk(prepared, services, index, echo.text, echo.logprobs, end))
+    if generation is not None:
+        offsets = [len(echo.text) for echo in echoed] or [0] * generation.choices
+        async for pieces in generation.pieces(services.timing.keep_alive):
+            if pieces is None:
+                yield PING
+            else:
+                yield b"".join(frame(_next(prepared, services, piece, offsets)) for piece in pieces)
+    if prepared.job.usage:
+        last = _completion(prepared, services)
+        last["usage"] = usage_body(_usages(generation, prepared, services), prepared.job.tier)
+        yield frame(last)
+    yield DONE
 
 
 def _next(prepared: CompletionJob, services: Services, piece: Piece, offsets: list[int]) -> Completion:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import secrets
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -15,13 +14,13 @@ from starlette.responses import Response
 
 from gnomon.serve.body import parse, read_body
 from gnomon.serve.choose import with_model
-from gnomon.serve.errors import APIError, internal, naming
+from gnomon.serve.errors import naming
 from gnomon.serve.generation import Generation
 from gnomon.serve.outline import Change, Closed, Grown, Opened, Outline, Part
-from gnomon.serve.routes.chat_completions import MALFORMED, ChatJob, plan, start
+from gnomon.serve.routes.chat_completions import ChatJob, headers, plan, start
 from gnomon.serve.schema import json_body
 from gnomon.serve.services import Services, services_of
-from gnomon.serve.sse import EventSourceResponse, event
+from gnomon.serve.sse import EventSourceResponse, event, guarded
 from gnomon.serve.wire.anthropic import (
     Block,
     MessageBody,
@@ -31,9 +30,7 @@ from gnomon.serve.wire.anthropic import (
     message_usage,
     stop_reason,
 )
-from gnomon.serve.wire.usage import weakest
 
-logger = logging.getLogger(__name__)
 router = APIRouter()
 
 CHAT_NAMES = {
@@ -90,9 +87,8 @@ async def answer(body: bytes, services: Services, trace_id: str) -> Response:
     job = prepared.chat.job
     generation = start(prepared.chat, services, "messages", "messages")
     if job.stream:
-        return EventSourceResponse(
-            frames(generation, prepared, services), generation.close, services.timing.write, job.headers()
-        )
+        told = guarded(frames(generation, prepared, services), job.id, lambda error: event(error.anthropic_body))
+        return EventSourceResponse(told, generation.close, services.timing.write, job.headers())
     outline = Outline()
     try:
         async for pieces in generation.pieces():
@@ -100,14 +96,11 @@ async def answer(body: bytes, services: Services, trace_id: str) -> Response:
                 outline.take(piece)
     finally:
         generation.close()
-    if generation.malformed:
-        logger.warning("%s: %s", job.id, MALFORMED)
-        job = replace(job, warnings=(*job.warnings, MALFORMED))
     message = _message(prepared, services, message_usage(generation.usages))
     message["content"] = [_block(part, prepared.hidden) for part in outline.told]
     message["stop_reason"] = stop_reason(outline.finish, outline.stop)
     message["stop_sequence"] = outline.stop if message["stop_reason"] == "stop_sequence" else None
-    return JSONResponse(message, headers=job.headers(weakest([job.tier, *(one.tier for one in generation.usages)])))
+    return JSONResponse(message, headers=headers(prepared.chat, generation))
 
 
 def _message(prepared: MessageJob, services: Services, usage: MessageUsage) -> MessageBody:
@@ -132,43 +125,35 @@ def _block(part: Part, hidden: bool) -> Block:
 
 
 async def frames(generation: Generation, prepared: MessageJob, services: Services) -> AsyncGenerator[bytes]:
-    """The answer as server-sent events; a failure becomes the last of them."""
+    """The answer as server-sent events."""
     outline = Outline()
-    try:
-        # What of the prompt was cached is known only at the end.
-        usage: MessageUsage = {
-            "input_tokens": _prompt_tokens(prepared),
-            "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": 0,
-            "output_tokens": 0,
+    # What of the prompt was cached is known only at the end.
+    usage: MessageUsage = {
+        "input_tokens": _prompt_tokens(prepared),
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": 0,
+        "output_tokens": 0,
+    }
+    yield event({"type": "message_start", "message": _message(prepared, services, usage)})
+    yield PING
+    async for pieces in generation.pieces(services.timing.keep_alive):
+        if pieces is None:
+            yield PING
+            continue
+        changes = (change for piece in pieces for change in outline.feed(piece))
+        told = b"".join(event(one) for change in changes for one in _events(change, prepared.hidden))
+        if told:
+            yield told
+    reason = stop_reason(outline.finish, outline.stop)
+    sequence = outline.stop if reason == "stop_sequence" else None
+    yield event(
+        {
+            "type": "message_delta",
+            "delta": {"stop_reason": reason, "stop_sequence": sequence},
+            "usage": message_usage(generation.usages),
         }
-        yield event({"type": "message_start", "message": _message(prepared, services, usage)})
-        yield PING
-        async for pieces in generation.pieces(services.timing.keep_alive):
-            if pieces is None:
-                yield PING
-                continue
-            changes = (change for piece in pieces for change in outline.feed(piece))
-            told = b"".join(event(one) for change in changes for one in _events(change, prepared.hidden))
-            if told:
-                yield told
-        if generation.malformed:
-            logger.warning("%s: %s", prepared.chat.job.id, MALFORMED)
-        reason = stop_reason(outline.finish, outline.stop)
-        sequence = outline.stop if reason == "stop_sequence" else None
-        yield event(
-            {
-                "type": "message_delta",
-                "delta": {"stop_reason": reason, "stop_sequence": sequence},
-                "usage": message_usage(generation.usages),
-            }
-        )
-        yield event({"type": "message_stop"})
-    except APIError as error:
-        yield event(error.anthropic_body)
-    except Exception:  # the status is sent: whatever it is, this request alone hears of it here
-        logger.exception("stream %s failed", prepared.chat.job.id)
-        yield event(internal().anthropic_body)
+    )
+    yield event({"type": "message_stop"})
 
 
 def _events(change: Change, hidden: bool) -> Iterator[Mapping[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import secrets
 from collections.abc import AsyncGenerator
 from dataclasses import replace
@@ -14,18 +13,16 @@ from starlette.responses import Response
 
 from gnomon.serve.body import parse, read_body
 from gnomon.serve.choose import with_model
-from gnomon.serve.errors import APIError, internal, invalid, naming, show
+from gnomon.serve.errors import APIError, invalid, naming, show
 from gnomon.serve.response_run import ResponseJob, ResponseRun
 from gnomon.serve.response_store import Conversation, StoredResponse
-from gnomon.serve.routes.chat_completions import MALFORMED, plan, start
+from gnomon.serve.routes.chat_completions import headers, plan, start
 from gnomon.serve.schema import json_body
 from gnomon.serve.services import Services, services_of
-from gnomon.serve.sse import PING, EventSourceResponse
+from gnomon.serve.sse import PING, EventSourceResponse, guarded
 from gnomon.serve.wire.responses import Deleted, ItemList, ResponseBody, ResponsesRequest
 from gnomon.serve.wire.responses_items import input_items, split
-from gnomon.serve.wire.usage import weakest
 
-logger = logging.getLogger(__name__)
 router = APIRouter()
 
 CHAT_NAMES = {"messages": "input", "response_format.json_schema": "text.format", "response_format": "text.format"}
@@ -68,7 +65,8 @@ async def answer(body: bytes, services: Services, trace_id: str) -> Response:
     generation = start(prepared.chat, services, "responses", "input")
     run = ResponseRun(prepared, generation, services.responses, services.engine.model.id)
     if job.stream:
-        return EventSourceResponse(frames(run, services), run.close, services.timing.write, job.headers())
+        told = guarded(frames(run, services), run.name, run.failed)
+        return EventSourceResponse(told, run.close, services.timing.write, job.headers())
     try:
         async for pieces in generation.pieces():
             for piece in pieces or ():
@@ -80,29 +78,18 @@ async def answer(body: bytes, services: Services, trace_id: str) -> Response:
         run.fail(error)
     finally:
         run.close()
-    if generation.malformed:
-        logger.warning("%s: %s", job.id, MALFORMED)
-        job = replace(job, warnings=(*job.warnings, MALFORMED))
-    return JSONResponse(run.body(), headers=job.headers(weakest([job.tier, *(one.tier for one in generation.usages)])))
+    return JSONResponse(run.body(), headers=headers(prepared.chat, generation))
 
 
 async def frames(run: ResponseRun, services: Services) -> AsyncGenerator[bytes]:
-    """The response as server-sent events; a failure becomes the last of them."""
-    try:
-        yield run.begin()
-        async for pieces in run.generation.pieces(services.timing.keep_alive):
-            if pieces is None:
-                yield PING
-            elif told := b"".join(run.feed(piece) for piece in pieces):
-                yield told
-        if run.generation.malformed:
-            logger.warning("%s: %s", run.name, MALFORMED)
-        run.finish()
-    except APIError as error:
-        run.fail(error)
-    except Exception:  # the status is sent: whatever it is, this request alone hears of it here
-        logger.exception("stream %s failed", run.name)
-        run.fail(internal())
+    """The response as server-sent events."""
+    yield run.begin()
+    async for pieces in run.generation.pieces(services.timing.keep_alive):
+        if pieces is None:
+            yield PING
+        elif told := b"".join(run.feed(piece) for piece in pieces):
+            yield told
+    run.finish()
     yield run.end()
 
 
