@@ -9,7 +9,8 @@ case "${1:?address or thread}" in
 esac
 export GNOMON_TEST_SANITIZER="$1"
 shift
-preload="$(c++ -print-file-name="$library")"
+# The C++ library with it: a sanitizer looks for the throwing of exceptions when the process starts.
+preload="$(c++ -print-file-name="$library") $(c++ -print-file-name=libstdc++.so.6)"
 # Python and MLX leak at exit by design; MLX and numpy are not instrumented, so races inside them are not ours to report.
 export ASAN_OPTIONS="detect_leaks=0:detect_odr_violation=0:verify_asan_link_order=0"
 export TSAN_OPTIONS="suppressions=$PWD/scripts/tsan_suppressions.txt:report_signal_unsafe=0:exitcode=66"
