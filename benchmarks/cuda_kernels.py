@@ -2,22 +2,17 @@
 
 Weights are random, in the shapes of Llama 3.1 8B and Llama 3.2 1B.
 
-    uv run python benchmarks/cuda_kernels.py [--out DIR] [--only PART,..] [--models NAME,..] [--limit-s S] [--sanitize]
+    uv run python benchmarks/cuda_kernels.py [--out DIR] [--only PART,..] [--models NAME,..]
 
-Every cell is a line of DIR/cells.jsonl as soon as it is measured; cells that are there already are not measured again. Cells that have a
-target come first; past `--limit-s` none is begun. Rates are medians of interleaved rounds. `host` is the time until a step is submitted,
-`layers` the time one block of the GPU spent in the layers, `roofline` the least bytes a step must read over the time it took, as a share of
-the copy rate measured first. Native steps are measured with five kernels a layer and, up to 8 rows, with one (`fused`).
+Every cell is a line of DIR/cells.jsonl as soon as it is measured; cells that are there already are not measured again. Rates are medians of
+interleaved rounds. `roofline` is the least bytes a step must read over the time it took, as a share of the copy rate measured first.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,8 +28,7 @@ from gnomon.engine.api import SamplingParams
 from gnomon.engine.sampling import BatchSampler
 from gnomon.engine.sampling.row import RowSampling
 from gnomon.kernels import dispatch, native
-from gnomon.kernels.cuda import layers, products, verify
-from gnomon.kernels.cuda.decode import Decoder
+from gnomon.kernels.cuda import products, verify
 from gnomon.state.batch_state import BatchState
 
 Cell = dict[str, Any]
@@ -78,18 +72,16 @@ TARGETS = {
 
 
 class Results:
-    """Cells by key, each written when it is measured, until `limit` seconds have passed."""
+    """Cells by key, each written when it is measured."""
 
-    def __init__(self, out: Path, limit: float) -> None:
-        self.end = time.monotonic() + limit
+    def __init__(self, out: Path) -> None:
         self.path = out / "cells.jsonl"
         out.mkdir(parents=True, exist_ok=True)
         lines = self.path.read_text().splitlines() if self.path.is_file() else []
         self.cells: list[Cell] = [json.loads(line) for line in lines]
 
     def has(self, *key: object) -> bool:
-        """Whether this cell needn't be measured: it is there, or the time is up."""
-        return time.monotonic() > self.end or any(tuple(cell["key"]) == key for cell in self.cells)
+        return any(tuple(cell["key"]) == key for cell in self.cells)
 
     def add(self, *key: object, **values: Any) -> None:
         cell = {"key": list(key), **values}
@@ -278,137 +270,79 @@ def micro(results: Results) -> None:
                 )
 
 
-def prefill(results: Results, name: str, model: Any, prompt: mx.array) -> None:
-    """A prompt's prefill, stock and native."""
-    rounds: list[tuple[float, float]] = []
-    for _ in range(ROUNDS):
-        pair: list[float] = []
-        for policy in ("stock", "native"):
-            native.start(policy, cache=Path("kernels"))
-            times: list[float] = []
-            for _ in range(2):
-                cache = make_prompt_cache(model)
-                mx.synchronize()
-                start = time.perf_counter()
-                with dispatch.step():
-                    mx.eval(model(prompt, cache=cache)[:, -1])
-                times.append(time.perf_counter() - start)
-            pair.append(min(times))
-        rounds.append((pair[0], pair[1]))
-    theirs, ours = (statistics.median(side) for side in zip(*rounds, strict=True))
-    results.add(name, "prefill", stock=PROMPT / theirs, own=PROMPT / ours, own_ratio=theirs / ours)
-
-
-def phases(model: Any, state: BatchState, tokens: mx.array) -> list[float]:
-    """Microseconds of one block in each phase of a layer, on average over the layers of a step that is not kept."""
-    decoder = model.decoder
-    state.begin(1)
-    caches: list[Any] = list(state.caches)
-    buffers = [buffer for cache in caches for buffer in cache.in_place()]
-    stamps: list[list[int]] = []
-    for _ in range(3):
-        decoder.times = []
-        logits = decoder._forward(tokens, caches[0].rows.offsets, *buffers)
-        mx.eval(logits, decoder.times)
-        stamps = [launch.tolist() for launch in decoder.times]
-    decoder.times = None
-    return [round(statistics.mean((after[i + 1] - after[i]) / 1e3 for after in stamps), 2) for i in range(5)]
-
-
-def decode(results: Results, name: str, model: Any, rate: float, rows: int, prompt: mx.array) -> None:
-    """Steps of so many rows: stock, native and native with one launch a layer, by turns."""
-    fused = model.decoder
-    apart = Decoder(fused.table, fused.layers, fused.norm, fused.head, fused.eps, ())
-    decoders = (
-        {"own": apart, "fused": fused} if fused.pattern is not None and rows <= layers.MOST_ROWS else {"own": apart}
-    )
-    native.start("stock", cache=Path("kernels"))
-    stock = Stock(model, rows, prompt)
-    stock.run(4)
-    native.start("native", cache=Path("kernels"))
-    states: dict[str, Native] = {}
-    values: dict[str, Any] = {}
-    for which, decoder in list(decoders.items()):
-        began = time.perf_counter()
-        object.__setattr__(model, "decoder", decoder)
-        try:
-            states[which] = Native(model, rows, prompt)
-            states[which].run(4)
-        except RuntimeError as error:  # the other kernels are worth measuring
-            values[f"{which}_error"] = str(error)[:2000]
-            del decoders[which]
-        values[f"{which}_first_s"] = time.perf_counter() - began
-    taken: dict[str, list[tuple[float, float]]] = {which: [] for which in ("stock", *decoders)}
-    for _ in range(ROUNDS):
-        native.start("stock", cache=Path("kernels"))
-        taken["stock"].append(stock.run(STEPS))
-        native.start("native", cache=Path("kernels"))
-        for which, decoder in decoders.items():
-            object.__setattr__(model, "decoder", decoder)
-            taken[which].append(states[which].run(STEPS))
-    least = step_bytes(model, rows, PROMPT + ROUNDS * STEPS // 2)
-    theirs = statistics.median(step for step, _ in taken["stock"])
-    for which, rounds in taken.items():
-        step, host = (statistics.median(side) for side in zip(*rounds, strict=True))
-        values |= {which: rows / step, f"{which}_ms": step * 1e3, f"{which}_host_ms": host * 1e3}
-        values |= {f"{which}_ratio": theirs / step, f"{which}_roofline": least / step / rate}
-    object.__setattr__(model, "decoder", fused)
-    if "fused" in decoders:
-        values["fused_phases_us"] = phases(model, states["fused"].state, states["fused"].pending)
-    results.add(name, rows, **values)
-    del stock, states
-    mx.clear_cache()
-
-
-def cells_of(results: Results, name: str, cells: list[int | str], rate: float) -> None:
-    """Those cells of a model that are not there yet."""
-    if all(results.has(name, cell) for cell in cells):
-        return
+def decode(results: Results, name: str, rate: float, batches: list[int]) -> None:
     model = build(name)
     prompt = mx.random.randint(0, 128256, (1, PROMPT), key=mx.random.key(3))
-    kernels = native.prepare(model, "native", cache=Path("kernels"), fused=True)
+    native.start("stock", cache=Path("kernels"))
+    if not results.has(name, "prefill"):
+        rounds: list[tuple[float, float]] = []
+        for _ in range(ROUNDS):
+            pair: list[float] = []
+            for policy in ("stock", "native"):
+                native.start(policy, cache=Path("kernels"))
+                times: list[float] = []
+                for _ in range(2):
+                    cache = make_prompt_cache(model)
+                    mx.synchronize()
+                    start = time.perf_counter()
+                    with dispatch.step():
+                        mx.eval(model(prompt, cache=cache)[:, -1])
+                    times.append(time.perf_counter() - start)
+                pair.append(min(times))
+            rounds.append((pair[0], pair[1]))
+        theirs, ours = (statistics.median(side) for side in zip(*rounds, strict=True))
+        results.add(name, "prefill", stock=PROMPT / theirs, own=PROMPT / ours, ratio=theirs / ours)
+    kernels = native.prepare(model, "native", cache=Path("kernels"))
     if not kernels.layers:
         raise SystemExit(f"{name}: no compiled decode: {dict(dispatch.stock_calls)}")
-    for cell in cells:
-        if results.has(name, cell):
+    for rows in batches:
+        if results.has(name, rows):
             continue
-        if isinstance(cell, str):
-            prefill(results, name, model, prompt)
-        else:
-            decode(results, name, model, rate, cell, prompt)
-
-
-def sanitize(results: Results) -> None:
-    """The kernels' checks under compute-sanitizer, in a process of their own."""
-    if results.has("sanitize"):
-        return
-    tool = shutil.which("compute-sanitizer")
-    if tool is None:
-        results.add("sanitize", error="no compute-sanitizer")
-        return
-    code = "from gnomon.kernels.cuda import verify; print(*verify.small(), sep='\\n')"
-    command = [tool, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=max(30.0, results.end - time.monotonic()))
-    results.add("sanitize", exit=done.returncode, tail=(done.stdout + done.stderr)[-1500:])
+        native.start("stock", cache=Path("kernels"))
+        stock = Stock(model, rows, prompt)
+        stock.run(4)
+        native.start("native", cache=Path("kernels"))
+        began = time.perf_counter()
+        own = Native(model, rows, prompt)
+        own.run(4)
+        warm = time.perf_counter() - began
+        pairs: list[tuple[tuple[float, float], tuple[float, float]]] = []
+        for _ in range(ROUNDS):
+            native.start("stock", cache=Path("kernels"))
+            theirs = stock.run(STEPS)
+            native.start("native", cache=Path("kernels"))
+            pairs.append((theirs, own.run(STEPS)))
+        s, sh, o, oh = (statistics.median(p[side][part] for p in pairs) for side in (0, 1) for part in (0, 1))
+        least = step_bytes(model, rows, PROMPT + ROUNDS * STEPS // 2)
+        results.add(
+            name,
+            rows,
+            stock=rows / s,
+            own=rows / o,
+            ratio=s / o,
+            stock_ms=s * 1e3,
+            stock_host_ms=sh * 1e3,
+            own_ms=o * 1e3,
+            own_host_ms=oh * 1e3,
+            roofline=least / o / rate,
+            first_s=warm,
+        )
+        del stock, own
+        mx.clear_cache()
 
 
 def table(results: Results) -> Iterator[str]:
-    heads = ("tok/s", "ratio", "ms", "host", "of copy")
-    yield f"{'model':8}{'B':>8}{'target':>8}{'mlx-lm':>10}" + "".join(
-        f"  {which + ':':8}" + "".join(f"{head:>8}" for head in heads) for which in ("apart", "fused")
-    )
+    yield f"{'model':8}{'B':>8}{'mlx-lm':>10}{'native':>10}{'ratio':>7}{'target':>8}{'ms':>8}{'host':>7}{'roofline':>10}"
     for cell in results.cells:
         key = tuple(cell["key"])
         if key[0] not in MODELS:
             continue
         target = TARGETS.get((key[0], key[1]))
-        line = f"{key[0]:8}{key[1]!s:>8}{f'{target:.1f}' if target else '':>8}{cell['stock']:10.0f}"
-        for which in ("own", "fused"):
-            if which in cell:
-                line += f"{'':10}{cell[which]:8.0f}{cell[f'{which}_ratio']:8.2f}"
-                if f"{which}_ms" in cell:
-                    line += f"{cell[f'{which}_ms']:8.2f}{cell[f'{which}_host_ms']:8.2f}{cell[f'{which}_roofline']:8.0%}"
-        yield line
+        tail = f"{cell['own_ms']:8.2f}{cell['own_host_ms']:7.2f}{cell['roofline']:10.0%}" if "own_ms" in cell else ""
+        yield (
+            f"{key[0]:8}{key[1]!s:>8}{cell['stock']:10.0f}{cell['own']:10.0f}{cell['ratio']:7.2f}"
+            f"{f'{target:.1f}' if target else '':>8}{tail}"
+        )
 
 
 def main() -> None:
@@ -417,33 +351,22 @@ def main() -> None:
     parser.add_argument("--only", default="check,micro,models")
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--batches", default=",".join(map(str, BATCHES)))
-    parser.add_argument("--limit-s", type=float, default=3600.0, help="begin no cell after so many seconds")
-    parser.add_argument("--sanitize", action="store_true", help="run the kernels' checks under compute-sanitizer too")
     args = parser.parse_args()
     if not mx.cuda.is_available():
         raise SystemExit("no CUDA device")
-    results = Results(args.out, args.limit_s)
+    results = Results(args.out)
     rate = copy_rate()
     results.add("copy", bytes_per_second=rate)
     parts = args.only.split(",")
     if "check" in parts:
         check(results)
     if "models" in parts:
-        batches = [int(rows) for rows in args.batches.split(",")]
-        with_target = {name: [cell for model, cell in TARGETS if model == name] for name in args.models.split(",")}
-        rest: dict[str, list[int | str]] = {
-            name: [cell for cell in (*batches, "prefill") if cell not in first] for name, first in with_target.items()
-        }
-        for order in (with_target, rest):
-            for name, cells in order.items():
-                wanted = [cell for cell in cells if cell == "prefill" or cell in batches]
-                try:
-                    cells_of(results, name, wanted, rate)
-                except Exception as error:  # noqa: BLE001  (the other cells are worth having)
-                    results.add("failed", name, error=f"{type(error).__name__}: {error}"[:2000])
-                mx.clear_cache()
-    if args.sanitize:
-        sanitize(results)
+        for name in args.models.split(","):
+            try:
+                decode(results, name, rate, [int(rows) for rows in args.batches.split(",")])
+            except Exception as error:  # noqa: BLE001  (the other cells are worth having)
+                results.add("failed", name, error=f"{type(error).__name__}: {error}"[:2000])
+            mx.clear_cache()
     if "micro" in parts:
         micro(results)
     print("\n".join(table(results)))

@@ -13,7 +13,7 @@ from mlx_lm.models import llama, qwen3
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from gnomon.kernels import dispatch
-from gnomon.kernels.cuda import attention, decode, layers, products
+from gnomon.kernels.cuda import attention, decode, products
 from gnomon.kernels.cuda.products import Normed, Weights
 from gnomon.state.batch_state import BatchState
 
@@ -42,14 +42,10 @@ def llama_model(**changes: Any) -> Any:
     return spread(llama.Model(args))
 
 
-def qwen3_model(**changes: Any) -> Any:
+def qwen3_model() -> Any:
     mx.random.seed(6)
     args = qwen3.ModelArgs(
-        model_type="qwen3",
-        max_position_embeddings=512,
-        rope_theta=1e4,
-        tie_word_embeddings=True,
-        **{**SMALL, **changes},
+        model_type="qwen3", max_position_embeddings=512, rope_theta=1e4, tie_word_embeddings=True, **SMALL
     )
     return spread(qwen3.Model(args))
 
@@ -178,15 +174,6 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
         )
         return y.reshape(b, -1)
 
-    def run(pattern: Any, layer: Any, norm: Any, h: Any, x: Any, keys: Any, values: Any, lengths: Any, *_: Any) -> Any:
-        qkv = product(x, layer.q, layer.k, layer.v)
-        y = attend(pattern.form, qkv, keys, values, lengths, layer.inverse, None, layer.head_norms)
-        h, x = add(y, layer.o, h, layer.mlp_norm, pattern.eps)
-        return add(gated(x, layer.gate, layer.up), layer.down, h, norm, pattern.eps)
-
-    monkeypatch.setattr(layers, "run", run)
-    monkeypatch.setattr(layers, "head", product)
-    monkeypatch.setattr(layers, "processors", lambda: 132)
     for name, function in (("product", product), ("gated", gated), ("add", add), ("embed", embed)):
         monkeypatch.setattr(decode, name, function)
     monkeypatch.setattr(attention, "attend", attend)
@@ -215,9 +202,6 @@ def prefilled(model: nn.Module, lengths: list[int]) -> BatchState:
         ("llama", [5, 9, 2]),
         ("llama tied, llama3 rope, 4 bits", [7]),
         ("qwen3, 8 bits", [5, 9, 2]),
-        ("llama, 3 layers, fused", [5, 9, 2]),
-        ("qwen3, 8 bits, fused", [7]),
-        ("llama, fused", [3] * 9),
     ],
     ids=str,
 )
@@ -225,12 +209,10 @@ def test_the_decode_step_is_the_models_own_forward(
     monkeypatch: pytest.MonkeyPatch, kind: str, lengths: list[int]
 ) -> None:
     def make() -> Any:
-        if kind in ("llama", "llama, fused"):
-            return llama_model(intermediate_size=256)
-        if kind == "llama, 3 layers, fused":
-            return llama_model(num_hidden_layers=3, intermediate_size=256)
-        if "qwen3, 8 bits" in kind:
-            model = qwen3_model(intermediate_size=256)
+        if kind == "llama":
+            return llama_model()
+        if kind == "qwen3, 8 bits":
+            model = qwen3_model()
             nn.quantize(model, 64, 8)
         else:
             model = llama_model(tie_word_embeddings=True, rope_scaling=LLAMA3)
@@ -249,10 +231,7 @@ def test_the_decode_step_is_the_models_own_forward(
 
     expected, exact = own_forward(model), own_forward(wide)
     state = prefilled(model, lengths)
-    fused = "fused" in kind
-    taken = decode.swap(model, fused)
-    assert taken["layers"] == len(model.layers)
-    assert taken.get("fused") == (len(model.layers) if fused else None)
+    assert decode.swap(model)
     dispatch.choose(True)
     try:
         state.begin(1)
@@ -268,30 +247,6 @@ def test_the_decode_step_is_the_models_own_forward(
     # bf16 rounds in other places: not further from float32 than the model's own forward is.
     error, usual = (np.sqrt(((y - exact) ** 2).mean()) for y in (np.array(logits), expected))
     assert error < 1.5 * usual < 0.2 * exact.std()
-
-
-def test_which_layers_take_one_launch_each() -> None:
-    def pattern(model: Any) -> Any:
-        decoder = decode.Decoder.of(model)
-        assert isinstance(decoder, decode.Decoder)
-        return layers.pattern_of(decoder.layers, decoder.eps)
-
-    found = pattern(llama_model(intermediate_size=256))
-    assert (found.hidden, found.inner, found.form.fine) == (128, 256, True)
-    assert found.kinds == ((products.DENSE, 64, False),) * 7
-    assert "(128, 192, 256)" in pattern(llama_model())
-    mixed = llama_model(intermediate_size=256)
-    nn.quantize(mixed, 64, 4, class_predicate=lambda path, _: "layers.1.mlp" in path)
-    assert pattern(mixed) == "layers of several kinds"
-
-
-def test_a_gpu_without_room_for_whole_layers_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers, "processors", lambda: 0)
-    before = dispatch.stock_calls["fused layers"]
-    decoder = decode.Decoder.of(llama_model(intermediate_size=256), fused=True)
-    assert isinstance(decoder, decode.Decoder)
-    assert decoder.pattern is None
-    assert dispatch.stock_calls["fused layers"] == before + 1
 
 
 def test_what_the_decode_step_leaves_to_the_model() -> None:

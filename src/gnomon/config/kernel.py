@@ -27,7 +27,6 @@ class KernelConfig:
         "builds of the native CPU kernels; apart from --cache, so that all caches of a machine share them",
         metavar="DIR",
     )
-    fused_layers: bool = option(False, "CUDA: native decoding of up to 8 rows takes one launch a layer")
     l1: bool = option(False, "equal to mlx-lm to the bit: stock operations only")
 
     @property

@@ -57,7 +57,7 @@ class Kernels:
     def identity(self) -> str:
         """Whose operations run: others give other bits."""
         if self.isa == CUDA:
-            return f"native {CUDA} {sources.version()}{' fused' if 'fused' in self.layers else ''}"
+            return f"native {CUDA} {sources.version()}"
         return f"{self._kind} {self.isa} {self.path.parent.name}" if self.native and self.path is not None else "stock"
 
     @property
@@ -134,13 +134,12 @@ def prepare(
     *,
     cache: Path,
     threads: int | None = None,
-    fused: bool = False,
     progress: Callable[[str], None] = log.warning,
 ) -> Kernels:
-    """`start`, then swap the layers of a model that the calling thread will step. `fused`: on CUDA, one launch a layer."""
+    """`start`, then swap the layers of a model that the calling thread will step."""
     kernels = start(policy, cache=cache, threads=threads, progress=progress)
     if kernels.isa == CUDA:
-        return replace(kernels, layers=decode.swap(model, fused))
+        return replace(kernels, layers=decode.swap(model))
     extension = _extension
     if not kernels.native or extension is None:
         return kernels

@@ -1,14 +1,15 @@
 // One new token per row: head norms, rotation, append and attention in one launch.
 //
-// A row's keys are cut into stretches whose length depends on the row's own length alone; a block takes one stretch of one group of
-// heads, LANES lanes a key. The last block of a row and group to finish adds the stretches up in order. So a row's result doesn't depend on
+// A row's keys are cut into stretches whose length depends on the row's own length alone; a block of 4 warps takes one stretch of one group of
+// heads, 8 lanes a key. The last block of a row and group to finish adds the stretches up in order. So a row's result doesn't depend on
 // the other rows or on the size of the buffers. The new key and value are written in place: slot `length` of each row, which no block reads.
 #include <cuda_bf16.h>
 
 namespace gnomon {
 
+constexpr int ATTENTION_WARPS = 4;
+constexpr int STRETCH = 128;
 constexpr int MOST_STRETCHES = 32;
-constexpr int FINE_STRETCH = 64;  // of `run_layer`, and of `attend` where that may take fewer rows
 
 __device__ __forceinline__ float low(unsigned v) { return __uint_as_float(v << 16); }
 __device__ __forceinline__ float high(unsigned v) { return __uint_as_float(v & 0xffff0000u); }
@@ -21,11 +22,11 @@ struct Cache {
 };
 
 // x [heads * D] raw -> norm (if weight) -> rotation, in float32 in `into` [heads][D].
-template <int D, int WARPS_>
+template <int D>
 __device__ __forceinline__ void turn(const __nv_bfloat16* x, int heads, const __nv_bfloat16* weight, float eps, const float* cosine,
                                      const float* sine, bool traditional, float* into) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  for (int h = warp; h < heads; h += WARPS_) {
+  for (int h = warp; h < heads; h += ATTENTION_WARPS) {
     float factor = 1.0f;
     if (weight) {
       float sum = 0.0f;
@@ -66,52 +67,34 @@ struct Partial {
 
 __device__ __forceinline__ float weight_of(float score, float most) { return most == -INFINITY ? 0.0f : exp2f(score - most); }
 
-// How many tokens of a row a stretch has, and how many stretches there are with the new token's.
-template <int STRETCH>
-__device__ __forceinline__ int stretch_of(int length) {
-  return STRETCH * (length / (STRETCH * MOST_STRETCHES) + 1);
-}
-
-template <int STRETCH>
-__device__ __forceinline__ int stretches_of(int length) {
-  return length / stretch_of<STRETCH>(length) + 1;
-}
-
-template <int D, int HEADS, int WARPS_>
-struct AttentionSpace {
-  float cosine[D / 2], sine[D / 2], q_new[HEADS * D], k_new[D];
-  float most[WARPS_][HEADS], sums[WARPS_][HEADS], outs[WARPS_][HEADS][D];
-  int is_last;
-};
-
 // qkv [B, (q_heads + 2 kv_heads) * D]; HEADS query heads of one kv head per block; out [B, q_heads * D];
 // parts [B * groups, MOST_STRETCHES, HEADS, D + 2] and counters [B * groups], zero before and after.
-template <int D, int HEADS, bool NORMED, int LANES, int WARPS_, int STRETCH>
-__device__ __forceinline__ void attend(AttentionSpace<D, HEADS, WARPS_>& space, int b, int group, int groups, int stretch,
-                                       const __nv_bfloat16* qkv, const Cache& cache, const int* lengths, const float* inverse,
+template <int D, int HEADS, bool NORMED>
+__device__ __forceinline__ void attend(const __nv_bfloat16* qkv, Cache cache, const int* lengths, const float* inverse,
                                        const __nv_bfloat16* q_norm, const __nv_bfloat16* k_norm, float eps, int q_heads, int kv_heads,
                                        float scale, bool traditional, int* counters, __nv_bfloat16* out, float* parts) {
-  constexpr int PIECES = D / 8 / LANES, E = PIECES * 8, PLACES = 32 / LANES, KEYS = WARPS_ * PLACES;
-  constexpr int UNROLL = HEADS * PIECES > 4 || (WARPS_ == 8 && HEADS > 2) ? 2 : 4;
-  auto& [cosine, sine, q_new, k_new, most, sums, outs, is_last] = space;
+  constexpr int PIECES = D / 64, E = PIECES * 8, UNROLL = HEADS * PIECES > 4 ? 2 : 4, KEYS = ATTENTION_WARPS * 4;
+  __shared__ float cosine[D / 2], sine[D / 2], q_new[HEADS * D], k_new[D];
+  __shared__ float most[ATTENTION_WARPS][HEADS], sums[ATTENTION_WARPS][HEADS], outs[ATTENTION_WARPS][HEADS][D];
+  __shared__ int is_last;
+  const int b = blockIdx.z, group = blockIdx.y, stretch = blockIdx.x;
   const int per_kv = q_heads / kv_heads / HEADS, kv = group / per_kv, sub = group % per_kv;
   const int head0 = kv * (q_heads / kv_heads) + sub * HEADS;
-  const int length = lengths[b], size = stretch_of<STRETCH>(length), used = length / size + 1;
+  const int length = lengths[b], size = STRETCH * (length / (STRETCH * MOST_STRETCHES) + 1), used = length / size + 1;
   if (stretch >= used) return;
   const int k0 = stretch * size, k1 = min(length, k0 + size);
   const bool has_new = stretch == used - 1;
-  const int thread = threadIdx.x;
-  const int lane = thread & 31, warp = thread >> 5, place = lane / LANES, in8 = lane % LANES;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, place = lane >> 3, in8 = lane & 7;
 
-  for (int i = thread; i < D / 2; i += WARPS_ * 32) sincosf((float)length * inverse[i], &sine[i], &cosine[i]);
+  for (int i = threadIdx.x; i < D / 2; i += ATTENTION_WARPS * 32) sincosf((float)length * inverse[i], &sine[i], &cosine[i]);
   __syncthreads();
   const __nv_bfloat16* row = qkv + (size_t)b * (q_heads + 2 * kv_heads) * D;
-  turn<D, WARPS_>(row + head0 * D, HEADS, NORMED ? q_norm : nullptr, eps, cosine, sine, traditional, q_new);
+  turn<D>(row + head0 * D, HEADS, NORMED ? q_norm : nullptr, eps, cosine, sine, traditional, q_new);
   const __nv_bfloat16* v_new = row + (q_heads + kv_heads + kv) * D;
   if (has_new) {
-    turn<D, WARPS_>(row + (q_heads + kv) * D, 1, NORMED ? k_norm : nullptr, eps, cosine, sine, traditional, k_new);
+    turn<D>(row + (q_heads + kv) * D, 1, NORMED ? k_norm : nullptr, eps, cosine, sine, traditional, k_new);
     __syncthreads();
-    for (int d = thread; d < D; d += WARPS_ * 32) {
+    for (int d = threadIdx.x; d < D; d += ATTENTION_WARPS * 32) {
       const __nv_bfloat16 k = __float2bfloat16_rn(k_new[d]);
       k_new[d] = __bfloat162float(k);
       if (sub == 0) {
@@ -129,21 +112,21 @@ __device__ __forceinline__ void attend(AttentionSpace<D, HEADS, WARPS_>& space, 
 #pragma unroll
     for (int p = 0; p < PIECES; ++p)
 #pragma unroll
-      for (int e = 0; e < 8; ++e) q[h][p * 8 + e] = q_new[h * D + p * 8 * LANES + in8 * 8 + e] * unit;
+      for (int e = 0; e < 8; ++e) q[h][p * 8 + e] = q_new[h * D + p * 64 + in8 * 8 + e] * unit;
 
   Partial<HEADS, E> mine;
   mine.clear();
   const __nv_bfloat16* keys = cache.keys + b * cache.row + kv * cache.head + in8 * 8;
   const __nv_bfloat16* values = cache.values + b * cache.value_row + kv * cache.value_head + in8 * 8;
-  for (int base = k0 + warp * PLACES; base < k1; base += KEYS * UNROLL) {
+  for (int base = k0 + warp * 4; base < k1; base += KEYS * UNROLL) {
     uint4 k[UNROLL][PIECES], v[UNROLL][PIECES];
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u) {
       const long long key = min(base + place + KEYS * u, k1 - 1);
 #pragma unroll
       for (int p = 0; p < PIECES; ++p) {
-        k[u][p] = *reinterpret_cast<const uint4*>(keys + key * cache.slot + p * 8 * LANES);
-        v[u][p] = *reinterpret_cast<const uint4*>(values + key * cache.value_slot + p * 8 * LANES);
+        k[u][p] = *reinterpret_cast<const uint4*>(keys + key * cache.slot + p * 64);
+        v[u][p] = *reinterpret_cast<const uint4*>(values + key * cache.value_slot + p * 64);
       }
     }
     float score[UNROLL][HEADS];
@@ -163,7 +146,7 @@ __device__ __forceinline__ void attend(AttentionSpace<D, HEADS, WARPS_>& space, 
 #pragma unroll
       for (int h = 0; h < HEADS; ++h)
 #pragma unroll
-        for (int o = 1; o < LANES; o <<= 1) score[u][h] += __shfl_xor_sync(0xffffffffu, score[u][h], o);
+        for (int o = 1; o < 8; o <<= 1) score[u][h] += __shfl_xor_sync(0xffffffffu, score[u][h], o);
       if (base + place + KEYS * u >= k1) {
 #pragma unroll
         for (int h = 0; h < HEADS; ++h) score[u][h] = -INFINITY;
@@ -206,9 +189,9 @@ __device__ __forceinline__ void attend(AttentionSpace<D, HEADS, WARPS_>& space, 
 #pragma unroll
       for (int p = 0; p < PIECES; ++p)
 #pragma unroll
-        for (int e = 0; e < 8; ++e) score = fmaf(k_new[p * 8 * LANES + in8 * 8 + e], q[h][p * 8 + e], score);
+        for (int e = 0; e < 8; ++e) score = fmaf(k_new[p * 64 + in8 * 8 + e], q[h][p * 8 + e], score);
 #pragma unroll
-      for (int o = 1; o < LANES; o <<= 1) score += __shfl_xor_sync(0xffffffffu, score, o);
+      for (int o = 1; o < 8; o <<= 1) score += __shfl_xor_sync(0xffffffffu, score, o);
       if (place == 0) {
         const float top = fmaxf(mine.most[h], score), keep = weight_of(mine.most[h], top), own = exp2f(score - top);
         mine.most[h] = top;
@@ -217,13 +200,13 @@ __device__ __forceinline__ void attend(AttentionSpace<D, HEADS, WARPS_>& space, 
         for (int p = 0; p < PIECES; ++p)
 #pragma unroll
           for (int e = 0; e < 8; ++e)
-            mine.o[h][p * 8 + e] = fmaf(own, __bfloat162float(v_new[p * 8 * LANES + in8 * 8 + e]), mine.o[h][p * 8 + e] * keep);
+            mine.o[h][p * 8 + e] = fmaf(own, __bfloat162float(v_new[p * 64 + in8 * 8 + e]), mine.o[h][p * 8 + e] * keep);
       }
     }
   }
-  // The places of a warp, then the warps, then the stretches.
+  // The four places of a warp, then the warps, then the stretches.
 #pragma unroll
-  for (int o = LANES; o < 32; o <<= 1)
+  for (int o = 8; o < 32; o <<= 1)
 #pragma unroll
     for (int h = 0; h < HEADS; ++h) {
       const float other = __shfl_xor_sync(0xffffffffu, mine.most[h], o), top = fmaxf(mine.most[h], other);
@@ -244,19 +227,19 @@ __device__ __forceinline__ void attend(AttentionSpace<D, HEADS, WARPS_>& space, 
 #pragma unroll
       for (int p = 0; p < PIECES; ++p)
 #pragma unroll
-        for (int e = 0; e < 8; ++e) outs[warp][h][p * 8 * LANES + in8 * 8 + e] = mine.o[h][p * 8 + e];
+        for (int e = 0; e < 8; ++e) outs[warp][h][p * 64 + in8 * 8 + e] = mine.o[h][p * 8 + e];
     }
   }
   __syncthreads();
-  const int of_row = b * groups + group;
-  for (int i = thread; i < HEADS * D; i += WARPS_ * 32) {
+  const int of_row = b * gridDim.y + group;
+  for (int i = threadIdx.x; i < HEADS * D; i += ATTENTION_WARPS * 32) {
     const int h = i / D, d = i % D;
     float top = most[0][h];
 #pragma unroll
-    for (int w = 1; w < WARPS_; ++w) top = fmaxf(top, most[w][h]);
+    for (int w = 1; w < ATTENTION_WARPS; ++w) top = fmaxf(top, most[w][h]);
     float sum = 0.0f, o = 0.0f;
 #pragma unroll
-    for (int w = 0; w < WARPS_; ++w) {
+    for (int w = 0; w < ATTENTION_WARPS; ++w) {
       const float share = weight_of(most[w][h], top);
       sum = fmaf(sums[w][h], share, sum), o = fmaf(outs[w][h][d], share, o);
     }
@@ -271,11 +254,11 @@ __device__ __forceinline__ void attend(AttentionSpace<D, HEADS, WARPS_>& space, 
   if (used == 1) return;
   __threadfence();
   __syncthreads();
-  if (thread == 0) is_last = atomicAdd(&counters[of_row], 1) == used - 1;
+  if (threadIdx.x == 0) is_last = atomicAdd(&counters[of_row], 1) == used - 1;
   __syncthreads();
   if (!is_last) return;
   __threadfence();
-  for (int i = thread; i < HEADS * D; i += WARPS_ * 32) {
+  for (int i = threadIdx.x; i < HEADS * D; i += ATTENTION_WARPS * 32) {
     const int h = i / D, d = i % D;
     const volatile float* part = parts + ((size_t)of_row * MOST_STRETCHES * HEADS + h) * (D + 2);
     const int step = HEADS * (D + 2);
@@ -288,7 +271,7 @@ __device__ __forceinline__ void attend(AttentionSpace<D, HEADS, WARPS_>& space, 
     }
     out[((size_t)b * q_heads + head0 + h) * D + d] = __float2bfloat16_rn(o / sum);
   }
-  if (thread == 0) counters[of_row] = 0;
+  if (threadIdx.x == 0) counters[of_row] = 0;
 }
 
 }  // namespace gnomon

@@ -20,7 +20,7 @@ import mlx.core as mx
 from gnomon.kernels.cuda.sources import Kernel, make
 
 HEAD_SIZES = frozenset({64, 128, 256})
-MOST_STRETCHES = 32
+MOST_STRETCHES, STRETCH, BLOCK = 32, 128, 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,23 +34,6 @@ class Form:
     traditional: bool
     normed: bool
     eps: float
-    fine: bool = False
-    """Shorter stretches, blocks of 8 warps and whole rows of lanes a key: what kernels of whole layers take, so that bits are the same."""
-
-    @property
-    def stretch(self) -> int:
-        """Tokens of a row per block, until there are more than `MOST_STRETCHES`."""
-        return 64 if self.fine else 128
-
-    @property
-    def block(self) -> int:
-        """Threads of a block."""
-        return 256 if self.fine else 128
-
-    @property
-    def lanes(self) -> int:
-        """Lanes that share a key."""
-        return self.size // 8 if self.fine else 8
 
     @property
     def heads_per_block(self) -> int:
@@ -69,15 +52,12 @@ def _kernel(form: Form) -> Kernel:
     body = f"""
   const gnomon::Cache cache{{const_cast<__nv_bfloat16*>(keys), const_cast<__nv_bfloat16*>(values),
       keys_strides[0], keys_strides[1], keys_strides[2], values_strides[0], values_strides[1], values_strides[2]}};
-  __shared__ gnomon::AttentionSpace<{form.size}, {form.heads_per_block}, {form.block // 32}> space;
-  gnomon::attend<{form.size}, {form.heads_per_block}, {"true" if form.normed else "false"}, {form.lanes}, {form.block // 32},
-                 {form.stretch}>(
-      space, blockIdx.z, blockIdx.y, gridDim.y, blockIdx.x, qkv, cache, lengths, inverse, {norms}, {form.eps!r}f,
-      {form.q_heads}, {form.kv_heads}, {form.scale!r}f,
+  gnomon::attend<{form.size}, {form.heads_per_block}, {"true" if form.normed else "false"}>(
+      qkv, cache, lengths, inverse, {norms}, {form.eps!r}f, {form.q_heads}, {form.kv_heads}, {form.scale!r}f,
       {"true" if form.traditional else "false"}, const_cast<int*>(counters), out, parts);
 """
     names = ["qkv", "keys", "values", "lengths", "inverse", "counters", *(["q_norm", "k_norm"] if form.normed else [])]
-    return make("attend", "attention.cuh", names, ["out", "parts"], body, block=form.block, any_strides=True)
+    return make("attend", "attention.cuh", names, ["out", "parts"], body, block=BLOCK, any_strides=True)
 
 
 def attend(
@@ -95,11 +75,11 @@ def attend(
     Whoever holds `keys` and `values` must not let anything else write or copy on write there; see `FullLayer.in_place`.
     """
     rows, blocks, heads = qkv.shape[0], form.blocks_per_row, form.heads_per_block
-    stretches = min(MOST_STRETCHES, -(-keys.shape[2] // form.stretch))
+    stretches = min(MOST_STRETCHES, -(-keys.shape[2] // STRETCH))
     return _kernel(form)(
         inputs=[qkv, keys, values, lengths, inverse, counters, *(norms or ())],
         output_shapes=[(rows, form.q_heads * form.size), (rows * blocks, MOST_STRETCHES, heads, form.size + 2)],
         output_dtypes=[mx.bfloat16, mx.float32],
-        grid=(stretches * form.block, blocks, rows),
-        threadgroup=(form.block, 1, 1),
+        grid=(stretches * BLOCK, blocks, rows),
+        threadgroup=(BLOCK, 1, 1),
     )[0]

@@ -11,8 +11,6 @@
 In stock operations a layer has about 15. Every one costs the host about 5 us, and as much again where Python builds it; the graph is built
 once per shape (`mx.compile`).
 
-With `fused`, up to 8 rows take one launch for a layer instead (`layers.run`), where all layers are alike.
-
 Taken: one new token for each of 1 to 32 rows, bf16, states of full attention. Anything else is the model's own forward.
 """
 
@@ -21,16 +19,15 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import rope_utils
 
-from gnomon.kernels.cuda import attention, layers
-from gnomon.kernels.cuda.layers import Layer
-from gnomon.kernels.cuda.products import MOST_ROWS, Normed, Weights, add, embed, gated, product
+from gnomon.kernels.cuda import attention
+from gnomon.kernels.cuda.products import MOST_ROWS, Weights, add, embed, gated, product
 from gnomon.kernels.dispatch import thread, uncovered
 
 FAMILIES = ("llama", "qwen2", "qwen3")
@@ -40,67 +37,61 @@ MOST_GRAPHS = 16
 """Compiled graphs to keep: one per number of rows and size of buffers."""
 
 
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """What one block's kernels take."""
+
+    q: Weights
+    k: Weights
+    v: Weights
+    o: Weights
+    gate: Weights
+    up: Weights
+    down: Weights
+    attention_norm: mx.array
+    mlp_norm: mx.array
+    head_norms: tuple[mx.array, mx.array] | None
+    form: attention.Form
+    inverse: mx.array
+
+
 class Decoder:
     """The compiled decode step of one model. Raises nothing for models it doesn't know: `Decoder.of` returns None and why."""
 
     def __init__(
-        self,
-        table: Weights,
-        layers_: Sequence[Layer],
-        norm: mx.array,
-        head: Weights,
-        eps: float,
-        watched: Sequence[Any],
-        pattern: layers.Pattern | None = None,
+        self, table: Weights, layers: Sequence[Layer], norm: mx.array, head: Weights, eps: float, watched: Sequence[Any]
     ) -> None:
-        """`pattern` is what all layers have in common, if few rows shall take one launch for each."""
         self.table = table
-        self.layers = layers_
+        self.layers = layers
         self.norm = norm
         self.head = head
         self.eps = eps
-        self.pattern = pattern
-        self.times: list[mx.array] | None = None
-        """Where `layers.run` leaves its times; None: it takes none. For profiles, which call `_forward` without compiling."""
         self._watched = watched
         self._shapes: set[tuple[int, ...]] = set()
-        self._counters = mx.zeros(MOST_ROWS * max(layer.form.blocks_per_row for layer in layers_), dtype=mx.int32)
-        self._meeting = mx.zeros(2, dtype=mx.int32)
-        mx.eval(self._counters, self._meeting, [layer.inverse for layer in layers_])
+        self._counters = mx.zeros(MOST_ROWS * max(layer.form.blocks_per_row for layer in layers), dtype=mx.int32)
+        mx.eval(self._counters, [layer.inverse for layer in layers])
         self._compiled = mx.compile(self._forward)
 
     def _forward(self, tokens: mx.array, lengths: mx.array, *buffers: mx.array) -> mx.array:
         """Logits [B, 1, V] for tokens [B, 1]; `buffers` are keys and values of all layers by turns."""
-        h, x = embed(tokens.reshape(-1).astype(mx.int32), self.table, self.layers[0].attention_norm, self.eps)
+        eps = self.eps
+        h, x = embed(tokens.reshape(-1).astype(mx.int32), self.table, self.layers[0].attention_norm, eps)
         after = [*(layer.attention_norm for layer in self.layers[1:]), self.norm]
-        if self.pattern is not None and tokens.shape[0] <= layers.MOST_ROWS:
-            for i, (layer, next_norm) in enumerate(zip(self.layers, after, strict=True)):
-                keys, values = buffers[2 * i : 2 * i + 2]
-                shared = (lengths, self._counters, self._meeting, self.times)
-                h, x = layers.run(self.pattern, layer, next_norm, h, x, keys, values, *shared)
-            if self.head.outputs % 32 == 0 and self.head.inputs % 128 == 0:
-                return layers.head(x, self.head)[:, None]
-            return product(x, self.head)[:, None]
         for i, (layer, next_norm) in enumerate(zip(self.layers, after, strict=True)):
-            h, x = self._one(layer, next_norm, h, x, lengths, *buffers[2 * i : 2 * i + 2])
+            qkv = product(x, layer.q, layer.k, layer.v)
+            y = attention.attend(
+                layer.form,
+                qkv,
+                buffers[2 * i],
+                buffers[2 * i + 1],
+                lengths,
+                layer.inverse,
+                self._counters,
+                layer.head_norms,
+            )
+            h, x = add(y, layer.o, h, layer.mlp_norm, eps)
+            h, x = add(gated(x, layer.gate, layer.up), layer.down, h, next_norm, eps)
         return product(x, self.head)[:, None]
-
-    def _one(
-        self,
-        layer: Layer,
-        next_norm: mx.array,
-        h: mx.array,
-        x: Normed,
-        lengths: mx.array,
-        keys: mx.array,
-        values: mx.array,
-    ) -> tuple[mx.array, Normed]:
-        """One layer by kernels of its own. Attention is that of whole layers if fewer rows take those: bits don't depend on neighbours."""
-        form = layer.form if self.pattern is None else replace(layer.form, fine=True)
-        qkv = product(x, layer.q, layer.k, layer.v)
-        y = attention.attend(form, qkv, keys, values, lengths, layer.inverse, self._counters, layer.head_norms)
-        h, x = add(y, layer.o, h, layer.mlp_norm, self.eps)
-        return add(gated(x, layer.gate, layer.up), layer.down, h, next_norm, self.eps)
 
     def is_current(self) -> bool:
         """Whether the model still has the weights this was made from."""
@@ -130,10 +121,10 @@ class Decoder:
         return logits
 
     @staticmethod
-    def of(model: nn.Module, fused: bool = False) -> Decoder | str:
-        """The decoder of a model of a known family, or what keeps it from having one. `fused`: one launch a layer if possible."""
+    def of(model: nn.Module) -> Decoder | str:
+        """The decoder of a model of a known family, or what keeps it from having one."""
         try:
-            return _made(model, fused)
+            return _made(model)
         except _Unknown as why:
             return str(why)
 
@@ -194,7 +185,7 @@ def _layer(block: Any, eps: float, watched: list[Any]) -> Layer:
     return Layer(q, k, v, o, gate, up, down, norms[0], norms[1], head_norms, form, inverse)
 
 
-def _made(model: Any, fused: bool) -> Decoder:
+def _made(model: Any) -> Decoder:
     if not any(type(model) is importlib.import_module(f"mlx_lm.models.{name}").Model for name in FAMILIES):
         raise _Unknown(f"models of {type(model).__module__} are not known")
     watched: list[Any] = []
@@ -205,18 +196,8 @@ def _made(model: Any, fused: bool) -> Decoder:
     head = table if model.args.tie_word_embeddings else _weights(model, "lm_head", watched)
     if table.inputs > 16 * 1024:
         raise _Unknown(f"rows of {table.inputs}")
-    found = [_layer(block, eps, watched) for block in inner.layers]
-    return Decoder(table, found, norm, head, eps, watched, _pattern(found, eps) if fused else None)
-
-
-def _pattern(found: list[Layer], eps: float) -> layers.Pattern | None:
-    """What the layers have in common if they can take one launch each. Their weights are then replaced by contiguous ones."""
-    pattern = layers.pattern_of(found, eps)
-    if not isinstance(pattern, str) and layers.processors():
-        found[:] = [layers.contiguous(layer) for layer in found]
-        return pattern
-    uncovered("fused layers", pattern if isinstance(pattern, str) else "this GPU or its driver")
-    return None
+    layers = [_layer(block, eps, watched) for block in inner.layers]
+    return Decoder(table, layers, norm, head, eps, watched)
 
 
 def _forward(own: Callable[..., mx.array]) -> Callable[..., mx.array]:
@@ -234,14 +215,11 @@ def _forward(own: Callable[..., mx.array]) -> Callable[..., mx.array]:
 _classes: dict[type, type] = {}
 
 
-def swap(model: nn.Module, fused: bool = False) -> dict[str, int]:
-    """Give a known model's class the compiled decode step, in place. Returns how many layers take it, by class; raises nothing.
-
-    `fused`: with up to 8 rows, one launch a layer; how many layers do is returned as `fused`.
-    """
+def swap(model: nn.Module) -> dict[str, int]:
+    """Give a known model's class the compiled decode step, in place. Returns how many layers take it, by class; raises nothing."""
     if type(model) in _classes.values():
         return {}
-    decoder = Decoder.of(model, fused)
+    decoder = Decoder.of(model)
     if isinstance(decoder, str):
         uncovered("decode", decoder)
         return {}
@@ -252,5 +230,4 @@ def swap(model: nn.Module, fused: bool = False) -> dict[str, int]:
         _classes[own] = native
     model.__class__ = native
     object.__setattr__(model, "decoder", decoder)
-    taken = {own.__name__: 1, "layers": len(decoder.layers)}
-    return taken if decoder.pattern is None else {**taken, "fused": len(decoder.layers)}
+    return {own.__name__: 1, "layers": len(decoder.layers)}

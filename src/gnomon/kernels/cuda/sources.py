@@ -24,19 +24,15 @@ def header(file: str) -> tuple[Path, str]:
     return path, path.read_text()
 
 
-def digest(*texts: str) -> str:
-    """A short hash of texts that go into a kernel."""
-    return hashlib.sha256("|".join(texts).encode()).hexdigest()[:12]
-
-
 def version() -> str:
     """A short hash of all kernels' sources: others may give other bits."""
-    return digest(*(path.read_text() for path in sorted(Path(__file__).parent.glob("*.cuh"))))
+    texts = (path.read_text() for path in sorted(Path(__file__).parent.glob("*.cuh")))
+    return hashlib.sha256("|".join(texts).encode()).hexdigest()[:12]
 
 
 def make(
     name: str,
-    files: str | Sequence[str],
+    file: str,
     inputs: Sequence[str],
     outputs: Sequence[str],
     body: str,
@@ -45,14 +41,14 @@ def make(
     blocks_per_processor: int = 1,
     any_strides: bool = False,
 ) -> Kernel:
-    """A kernel whose `body` uses what `files` define.
+    """A kernel whose `body` uses what `file` defines.
 
     `block` threads and `blocks_per_processor` bound its registers. With `any_strides`, inputs that are not contiguous are passed as they
     are, otherwise MLX copies them.
     """
-    sources = [header(file) for file in ([files] if isinstance(files, str) else files)]
-    texts = [text for _, text in sources]
-    full = f"gnomon_{name}_{digest(*texts, body, ','.join(inputs), ','.join(outputs), str(block), str(blocks_per_processor))}"
+    path, text = header(file)
+    parts = (text, body, ",".join(inputs), ",".join(outputs), str(block), str(blocks_per_processor))
+    full = f"gnomon_{name}_{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:12]}"
     # MLX writes the signature; its own name as a macro puts the bounds in front of it, and the body ends the macro, since MLX asks for the
     # name afterwards. Were the prefix another, there would be no bounds.
     symbol = f"custom_kernel_{full}"
@@ -63,7 +59,7 @@ def make(
         input_names=list(inputs),
         output_names=list(outputs),
         source=f"{body}\n#undef {symbol}\n",
-        header="".join(f'#include "{path}"\n' for path, _ in sources) + bounds,
+        header=f'#include "{path}"\n{bounds}',
         **options,
     )
     return cast("Kernel", kernel)

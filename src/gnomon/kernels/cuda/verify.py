@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from gnomon.kernels.cuda import attention, layers, products
+from gnomon.kernels.cuda import attention, products
 from gnomon.kernels.cuda.products import Normed, Weights
 from gnomon.kernels.verify import Array, Check, _name, _random, _share, _wide  # pyright: ignore[reportPrivateUsage]
 
@@ -100,20 +100,16 @@ def _close(operation: str, rows: int, bits: int, y: mx.array, expected: Array, m
 
 
 def _attention() -> Iterator[Check]:
-    for size, q_heads, kv_heads, normed, traditional, fine in (
-        (128, 8, 2, False, False, False),
-        (64, 9, 3, False, False, False),
-        (64, 8, 8, False, True, False),
-        (128, 16, 2, True, False, False),
-        (256, 4, 2, False, False, False),
-        (128, 8, 2, False, False, True),
-        (64, 9, 3, False, True, True),
-        (128, 16, 2, True, False, True),
-        (256, 4, 2, False, False, True),
+    for size, q_heads, kv_heads, normed, traditional in (
+        (128, 8, 2, False, False),
+        (64, 9, 3, False, False),
+        (64, 8, 8, False, True),
+        (128, 16, 2, True, False),
+        (256, 4, 2, False, False),
     ):
         lengths = [0, 1, 5, 127, 128, 300, 1000, 5000]
         slots, batch = 5120, len(lengths)
-        form = attention.Form(q_heads, kv_heads, size, size**-0.5, traditional, normed, 1e-6, fine)
+        form = attention.Form(q_heads, kv_heads, size, size**-0.5, traditional, normed, 1e-6)
         inverse = mx.exp(-mx.arange(size // 2, dtype=mx.float32) * (9.0 / (size // 2)))
         norms = None
         if normed:
@@ -148,7 +144,7 @@ def _attention() -> Iterator[Check]:
                 scores = all_k @ q[h] * form.scale
                 p = np.exp(scores - scores.max())
                 expected[b, h] = (p / p.sum()) @ all_v
-        case = f"{q_heads} of {kv_heads} heads of {size}{', head norms' if normed else ''}{', fine' if fine else ''}"
+        case = f"{q_heads} of {kv_heads} heads of {size}{', head norms' if normed else ''}"
         yield Check("append", case, ISA, share, intact)
         difference = np.abs(_wide(y).reshape(batch, q_heads, size) - expected)
         bound = 2.0**-7 * np.abs(expected) + (2.0**-5 if normed else 2.0**-9)
@@ -184,75 +180,8 @@ def _turned(x: Array, norm: mx.array | None, position: int, inverse: mx.array, t
     return y
 
 
-def _layers() -> Iterator[Check]:
-    """Layers in one launch each, and the head, against the separate kernels: `error` is the share of logits whose bits differ."""
-    if not layers.processors():
-        return
-    for bits, group, normed in ((4, 64, False), (8, 32, True), (products.DENSE, 64, False)):
-        hidden, inner, vocabulary, size, q_heads, kv_heads = 256, 640, 512, 64, 8, 2
-        form = attention.Form(q_heads, kv_heads, size, size**-0.5, False, normed, 1e-6, fine=True)
-        inverse = mx.exp(-mx.arange(size // 2, dtype=mx.float32) * (9.0 / (size // 2)))
-        shapes = [(n * size, hidden) for n in (q_heads, kv_heads, kv_heads)]
-        shapes += [(hidden, q_heads * size), (inner, hidden), (inner, hidden), (hidden, inner)]
-        norms = [1 + 0.1 * _random(hidden, seed=90 + i, dtype=mx.bfloat16) for i in range(7)]
-        heads = tuple(1 + 0.1 * _random(size, seed=80 + i, dtype=mx.bfloat16) for i in range(2))
-        all_layers: list[layers.Layer] = []
-        for i in range(3):
-            parts = [_weights(bits, group, *shape, mx.bfloat16, 10 * i + j)[0] for j, shape in enumerate(shapes)]
-            q, k, v, o, gate, up, down = parts
-            own = (heads[0], heads[1]) if normed else None
-            all_layers.append(
-                layers.Layer(q, k, v, o, gate, up, down, norms[2 * i], norms[2 * i + 1], own, form, inverse)
-            )
-        after = [norms[2], norms[4], norms[6]]
-        pattern = layers.pattern_of(all_layers, 1e-5)
-        if isinstance(pattern, str):
-            raise ValueError(pattern)
-        table, _ = _weights(bits, group, vocabulary, hidden, mx.bfloat16, 70)
-        for lengths in ([0], [64, 5, 1000], [1, 63, 127, 128, 300, 2, 9, 2500]):
-            rows, slots = len(lengths), max(lengths) // 256 * 256 + 256
-            mine, buffers = (
-                [_random(rows, kv_heads, slots, size, seed=i, dtype=mx.bfloat16) for i in range(2 * len(all_layers))]
-                for _ in range(2)
-            )
-            where = mx.array(lengths, dtype=mx.int32)
-            counters = mx.zeros(64 * rows, dtype=mx.int32)
-            meeting = mx.zeros(2, dtype=mx.int32)
-            h0, x0 = products.embed((mx.arange(rows, dtype=mx.int32) * 37) % vocabulary, table, norms[0], 1e-5)
-            mx.eval(mine, buffers, counters, meeting, h0, x0.rows, x0.squares)
-            h, x = h0, x0
-            for i, layer in enumerate(all_layers):
-                h, x = layers.run(
-                    pattern, layer, after[i], h, x, mine[2 * i], mine[2 * i + 1], where, counters, meeting
-                )
-            logits = layers.head(x, table)
-            mx.eval(logits)
-            h, x = h0, x0
-            for i, layer in enumerate(all_layers):
-                qkv = products.product(x, layer.q, layer.k, layer.v)
-                y = attention.attend(
-                    form, qkv, buffers[2 * i], buffers[2 * i + 1], where, inverse, counters, layer.head_norms
-                )
-                h, x = products.add(y, layer.o, h, layer.mlp_norm, 1e-5)
-                h, x = products.add(products.gated(x, layer.gate, layer.up), layer.down, h, after[i], 1e-5)
-            expected = products.product(x, table)
-            mx.eval(expected)
-            differ = float((_bits(logits) != _bits(expected)).mean())
-            same = all(bool((_bits(a) == _bits(b)).all()) for a, b in zip(mine, buffers, strict=True))
-            clean = not bool(counters.any().item()) and not bool(meeting.any().item())
-            kind = "dense" if bits == products.DENSE else f"{bits} bits"
-            yield Check("layers", f"{rows} rows, {kind}, lengths to {max(lengths)}", ISA, differ * 1e9, same and clean)
-
-
 def verify() -> Iterator[Check]:
     """Check every kernel over its contract."""
     yield from _products()
     yield from _fused()
     yield from _attention()
-    yield from _layers()
-
-
-def small() -> Iterator[Check]:
-    """The checks of whole layers and attention alone, which take the fused code's every path: for tools that slow a kernel down."""
-    yield from _attention()
-    yield from _layers()
