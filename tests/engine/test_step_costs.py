@@ -14,6 +14,7 @@ from gnomon.engine import costs
 from gnomon.engine.counters import Counters
 from gnomon.engine.heart import Heart
 from gnomon.engine.runner import Runner
+from gnomon.propose import Chance, best_depth
 
 
 @pytest.fixture
@@ -77,3 +78,21 @@ def test_a_measurement_leaves_no_gap(monkeypatch: pytest.MonkeyPatch, model_type
         assert list(widths) == list(costs.WIDTHS)
         assert curve.plain[rows] > 0
         assert list(widths.values()) == sorted(widths.values()), "no window is said to cost less than a narrower one"
+
+
+def test_costs_that_are_assumed_let_a_batch_wait_for_none() -> None:
+    sure = Chance(1.0, 1.0, 16)
+    none = Chance(0.0, 0.0, 0)
+    curve = costs.assumed_curve(8, name="native avx2 x2")
+    # Alone: (1 + d) tokens for 1.6 + 1 + d positions, against 1 for 2.6.
+    assert best_depth([sure], curve) == 16
+    assert best_depth([Chance(1.0, 1.0, 1)], curve) == 1
+    # One of eight: 8 + d tokens for 1.6 + 8 + 8 d positions, against 8 for 9.6. All eight: 8 + 8 d for as many.
+    assert best_depth([sure, *[none] * 7], curve) == 0
+    assert best_depth([sure] * 8, curve) == 16
+    # Where a step costs 30 positions, 8 + d for 38 + 8 d is still less than 8 for 38 from d = 1 on for one, and more for two.
+    card = costs.assumed_curve(8, name="native cuda x0")
+    assert best_depth([sure, *[none] * 7], card) == 0
+    assert best_depth([sure, sure, *[none] * 6], card) == 16
+    assert curve.assumed
+    assert card.step(4) == pytest.approx(34.0)

@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from gnomon.chat.tokenizer import Tokenizer
 from gnomon.config import SpeculationConfig
-from gnomon.engine.costs import curve_of
+from gnomon.engine.costs import assumed_curve, curve_of
 from gnomon.engine.reuse import Reuse
 from gnomon.engine.row import Row
 from gnomon.engine.runner import Runner
@@ -62,8 +62,8 @@ def open_speculation(
     measurements: Path | None,
     extra: ProposerFactory | None = None,
 ) -> Speculation | None:
-    """What guesses for a model's rows; None if nothing may. Costs are measured for what was asked for, unless the depth is pinned; what
-    grammars force is nearly always right, and proposed without.
+    """What guesses for a model's rows; None if nothing may. Costs are measured for what was asked for, unless the depth is pinned; where
+    only what grammars force may be proposed, which is nearly always right, they are assumed.
 
     `kernels` names what runs, `reuse` gives the engine's once it is there. Raises `UnsupportedModel` for a model that takes no windows.
     """
@@ -84,6 +84,8 @@ def open_speculation(
         curve = curve_of(runner, name=kernels, most_rows=rows, cache=measurements)
         if draft is not None:
             draft_curve = curve_of(runner_of(draft), name=kernels, most_rows=rows, cache=measurements, widths=())
+    elif not wanted and config.num_draft_tokens is None:
+        curve = assumed_curve(runner_of(loaded).config.batch, name=kernels)
     proposer = None
     if draft is not None:
         runner = runner_of(draft)

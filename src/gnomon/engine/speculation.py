@@ -197,7 +197,7 @@ class Speculation:
     def observed(self, num_rows: int, width: int, seconds: float) -> None:
         """A step of this width took so long: a plain one from one read-back to the next."""
         curve, off = self.curve, self.off
-        if curve is None:
+        if curve is None or curve.assumed:
             return
         if width == 1:
             ratio = min(seconds / curve.step(num_rows), MOST_OFF)
@@ -252,6 +252,7 @@ class Speculation:
                 str(rows): {"1": curve.plain[rows], **{str(width): s for width, s in sorted(by_width.items())}}
                 for rows, by_width in sorted(curve.windows.items())
             },
+            "assumed": curve is not None and curve.assumed,
             "active_rows": num_rows,
             "premium": self.premium,
             "draft_failed": self.draft_failed,

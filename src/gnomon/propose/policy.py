@@ -34,6 +34,8 @@ class Curve:
 
     plain: Mapping[int, float]
     windows: Mapping[int, Mapping[int, float]]
+    assumed: bool = False
+    """Not measured: costs are in a unit of their own, and only their ratios mean something."""
 
     def step(self, num_rows: int) -> float:
         """Seconds of a plain step."""
