@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 
 from engine_fixtures import SMALLER, tiny_loaded, tiny_tokenizer
-from gnomon.config import EngineConfig, KernelConfig, SpeculationConfig
+from gnomon.config import EngineConfig, KernelConfig, KvScheme, SpeculationConfig
 from gnomon.engine.api import Delta, Event, Failed, Finished, Request, SamplingParams
 from gnomon.engine.engine import Engine
 from gnomon.engine.settings import Settings
@@ -32,9 +32,12 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     dispatch.uninstall()
 
 
-def engine(model_type: str, batch: int, speculation: SpeculationConfig | None = None) -> Engine:
+def engine(
+    model_type: str, batch: int, speculation: SpeculationConfig | None = None, kv: KvScheme | None = None
+) -> Engine:
     def load():
-        model = make(model_type, "float32", **SMALLER.get(model_type, {}))
+        wide = {"head_dim": 64} if kv is not None else {}
+        model = make(model_type, "float32", **SMALLER.get(model_type, {}) | wide)
         mx.eval(model.parameters())
         return tiny_loaded(model_type, model=model)
 
@@ -42,7 +45,10 @@ def engine(model_type: str, batch: int, speculation: SpeculationConfig | None = 
         load,
         tiny_tokenizer(),
         Settings(
-            EngineConfig(batch=batch), KernelConfig(kernels="native"), speculation=speculation or SpeculationConfig()
+            EngineConfig(batch=batch),
+            KernelConfig(kernels="native"),
+            speculation=speculation or SpeculationConfig(),
+            kv=kv or KvScheme(),
         ),
         load_draft=load if speculation is not None and speculation.draft_model else None,
     )
@@ -99,8 +105,6 @@ def test_a_request_is_the_same_to_the_bit_alone_and_in_a_batch(loaded: ModuleTyp
 @pytest.mark.parametrize("kind", ["ngram", "two-model"])
 @pytest.mark.parametrize("model_type", MODELS)
 def test_guessing_changes_no_bit(loaded: ModuleType, model_type: str, kind: str) -> None:
-    if kind == "two-model" and model_type in ("qwen3_5", "gpt_oss", "gemma3"):
-        pytest.skip("it has layers that can't draft")
     config = SpeculationConfig("itself" if kind == "two-model" else None, kind, num_draft_tokens=4, ngram_max=2)  # pyright: ignore[reportArgumentType]
     # Repeating prompts; the longer ones wrap the sliding layers.
     asked = [replace(r, prompt=r.prompt * 2, max_tokens=16) for r in requests()]
@@ -114,6 +118,17 @@ def test_guessing_changes_no_bit(loaded: ModuleType, model_type: str, kind: str)
         # Random models don't repeat what they read, but they agree with themselves.
         assert stats["proposals"]["accepted" if kind == "two-model" else "proposed"] > 0
         assert stats["speculation"]["draft_failed"] is None
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("model_type", ["llama", "gemma3", "qwen3_5"])
+def test_coded_keys_and_values_depend_on_no_company(loaded: ModuleType, model_type: str, bits: int) -> None:
+    asked, scheme = requests(), KvScheme("affine", bits=bits)
+    with engine(model_type, 1, kv=scheme) as serial:
+        alone = {r.id: run(serial, [r])[r.id] for r in asked}
+        assert serial.stats()["kernels"]["stock_calls"].get("quantized matmul") is None
+    with engine(model_type, 4, SpeculationConfig(None, "ngram", num_draft_tokens=4), kv=scheme) as batched:
+        assert run(batched, asked) == alone
 
 
 def test_a_stock_engine_beside_a_native_one_stays_stock(loaded: ModuleType) -> None:

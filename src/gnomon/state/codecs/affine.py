@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 from mlx_lm.models.base import quantized_scaled_dot_product_attention
 
+from gnomon.kernels import dispatch
 from gnomon.kernels.coded import Mask
 from gnomon.state.codecs.codec import Codec, Fetched, packed, taken
 
@@ -21,7 +22,8 @@ class Affine(Codec):
     """Codes of `bits` with a scale and a bias of the model's type per `group` elements.
 
     Attention is mlx-lm's own quantised function, so a lone row has its bits. With `fused`, windows of several tokens go through the keys
-    in tiles with a running softmax (FlashAttention-2), as mlx-optiq does it, so that no window's scores exist whole.
+    in tiles with a running softmax (FlashAttention-2), as mlx-optiq does it, so that no window's scores exist whole. In steps with native
+    CPU kernels, keys and values are dequantised and the native attention reads them, as it does plain ones.
     """
 
     bits: int
@@ -58,6 +60,13 @@ class Affine(Codec):
     def attend(self, queries: mx.array, held: Fetched, scale: float, mask: Mask, sinks: mx.array | None) -> mx.array:
         if sinks is not None:
             raise ValueError("attention sinks can't be combined with keys and values in 4 or 8 bits")
+        if dispatch.thread.active and mx.default_device() == mx.Device(mx.cpu):
+            # MLX's products with codes take seconds for a prompt's chunk there.
+            whole = (
+                self.decode_keys(held.keys, held.key_dim, held.dtype),
+                self.decode_values(held.values, held.value_dim, held.dtype),
+            )
+            return mx.fast.scaled_dot_product_attention(queries, *whole, scale=scale, mask=mask)
         keys = self._parts(held.keys, held.key_dim, held.dtype)
         values = self._parts(held.values, held.value_dim, held.dtype)
         if self.fused and queries.shape[2] > 1:
