@@ -161,6 +161,23 @@ def test_embedding_rows(extension: ModuleType, bits: int, group: int) -> None:
         close(rows, expected, 2 * np.abs(wide(b)).max() + np.abs(expected))
 
 
+@pytest.mark.parametrize(("bits", "group"), list(product(BITS, GROUPS)))
+def test_values_of_codes(extension: ModuleType, bits: int, group: int) -> None:
+    for dtype in TYPES:
+        w, s, b = quantised(30, 2 * group, group, bits, dtype)
+        expected = dequantised(w, s, b, group, bits)
+        bound = 2 * np.abs(wide(b)).max() + np.abs(expected)
+        close(extension.dequantise(w, s, b, group, bits), expected, bound)
+        # As a cache holds them: behind other words, in another order of axes, with room between the rows.
+        held = mx.concatenate([mx.zeros((30, 3), mx.uint32), w, w], axis=1)[:, 3 : 3 + w.shape[1]]
+        turned = [x.reshape(5, 6, -1).swapaxes(0, 1) for x in (held, s, b)]
+        rows = extension.dequantise(*turned, group, bits)
+        close(rows.swapaxes(0, 1).reshape(30, -1), expected, bound)
+        # Words that don't lie side by side.
+        apart = mx.stack([w, w], axis=-1)[..., 0]
+        close(extension.dequantise(apart, s, b, group, bits), expected, bound)
+
+
 def test_the_reference_is_what_mlx_computes() -> None:
     for bits, group in product(BITS, GROUPS):
         w, s, b = quantised(6, 2 * group, group, bits, mx.float32)

@@ -1,11 +1,11 @@
-"""Products with affine-quantised weights: plain, per expert, and rows of an embedding.
+"""Products with affine-quantised weights: plain, per expert, and rows of an embedding; and the values of codes.
 
 Contract of the native versions
     w            [N, K * bits / 32] uint32 as `mx.quantize` packs it ([E, N, ..] for experts); copied per call if not contiguous
     scales       [N, K / group], f32, f16 or bf16; biases alike
     bits, group  2, 3, 4, 5, 6, 8; 32, 64, 128; mode "affine", transposed
     x            [..., K] f32, f16 or bf16, any strides, broadcast or not
-    result       MLX's result type of x and scales
+    result       MLX's result type of x and scales; of dequantize, the type of scales, [..., K] for w and scales of any strides
 
 Arithmetic: a weight is fma(code, scale, bias) in float32, x is widened, an output is 16 float32 partial sums over K in a fixed order
 by fused multiply-add, added by a fixed tree, rounded once to the result's type. So an output depends, to the bit, on its row of x and
@@ -141,7 +141,35 @@ def _make_gather(stock: Callable[..., mx.array], extension: ModuleType) -> Calla
     return gather_qmm
 
 
+def _make_dequantize(stock: Callable[..., mx.array], extension: ModuleType) -> Callable[..., mx.array]:
+    native = extension.dequantise
+
+    def dequantize(
+        w: mx.array,
+        /,
+        scales: mx.array,
+        biases: mx.array | None = None,
+        group_size: int | None = None,
+        bits: int | None = None,
+        mode: str = "affine",
+        global_scale: mx.array | None = None,
+        dtype: mx.Dtype | None = None,
+        *,
+        stream: Any = None,
+    ) -> mx.array:
+        if thread.active and dtype in (None, scales.dtype) and scales.ndim:
+            group, width = group_size or 64, bits or 4
+            why = why_not(w, scales, biases, group, width, mode, scales.ndim)
+            if why is None and w.shape[:-1] == scales.shape[:-1]:
+                return native(w, scales, biases, group, width, stream)
+            uncovered("dequantize", why or f"codes {w.shape} with scales {scales.shape}")
+        return stock(w, scales, biases, group_size, bits, mode, global_scale, dtype, stream=stream)
+
+    return dequantize
+
+
 OPERATIONS = (
+    Operation("dequantize", mx, "dequantize", _make_dequantize, "the same codes, of any shape and strides"),
     Operation(
         "quantized_matmul", mx, "quantized_matmul", _make, "affine, bits 2 3 4 5 6 8, groups 32 64 128, any rows"
     ),

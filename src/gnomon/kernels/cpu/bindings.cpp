@@ -26,6 +26,7 @@ NB_MODULE(gnomon_kernels, m) {
   m.def("quantized_matmul", &gnomon::quantized_matmul, "x"_a, "w"_a, "scales"_a, "biases"_a, "group"_a, "bits"_a, "integer"_a = false, "stream"_a = nb::none());
   m.def("gather_qmm", &gnomon::gather_qmm, "x"_a, "w"_a, "scales"_a, "biases"_a, "lhs"_a.none(), "rhs"_a, "group"_a, "bits"_a, "integer"_a = false, "stream"_a = nb::none());
   m.def("gather_mm", &gnomon::gather_mm, "x"_a, "b"_a, "lhs"_a.none(), "rhs"_a, "stream"_a = nb::none());
+  m.def("dequantise", &gnomon::dequantise, "w"_a, "scales"_a, "biases"_a, "group"_a, "bits"_a, "stream"_a = nb::none());
   m.def("quantized_embedding", &gnomon::quantized_embedding, "ids"_a, "w"_a, "scales"_a, "biases"_a, "group"_a, "bits"_a, "stream"_a = nb::none());
   m.def("dense_matmul", &gnomon::dense_matmul, "x"_a, "w"_a, "stream"_a = nb::none());
   m.def("rms_norm", &gnomon::rms_norm, "x"_a, "weight"_a.none(), "eps"_a, "stream"_a = nb::none());

@@ -282,6 +282,44 @@ class QuantizedEmbedding : public Native {
   int group_, bits_;
 };
 
+class Dequantised : public Native {
+ public:
+  Dequantised(mx::Stream s, int group, int bits) : Native(s), group_(group), bits_(bits) {}
+  const char* name() const override { return "GnomonDequantised"; }
+  bool is_equivalent(const mx::Primitive& o) const override {
+    auto& q = static_cast<const Dequantised&>(o);
+    return q.group_ == group_ && q.bits_ == bits_;
+  }
+  void eval_cpu(const std::vector<mx::array>& in, mx::array& out) override {
+    allocate(out);
+    if (out.size() == 0) return;
+    Rows codes(in[0]);
+    codes.type = F32;  // words of 32 bits
+    dispatch(name(), stream(), [codes, s = Packed(in[1]), b = Packed(in[2]), k = out.shape(-1), group = group_, bits = bits_, type = type_of(out.dtype()), to = out.data<char>()]() mutable {
+      const Table& t = table();
+      const char *scales = s.data(), *biases = b.data();
+      const int64_t size = static_cast<int64_t>(type_size(type)), each = k / group * size;
+      split(codes.count, codes.count * k, [&](int64_t from, int64_t end) {
+        float* row = scratch<2>(padded(k));
+        float* room = scratch<1>(codes.width);
+        for (int64_t i = from; i < end; i++) {
+          const char* words = codes.row(i);
+          if (codes.step != 1) {
+            for (int j = 0; j < codes.width; j++) std::memcpy(room + j, words + 4 * j * codes.step, 4);
+            words = reinterpret_cast<const char*>(room);
+          }
+          const Weights one = quantised(words, scales + i * each, biases + i * each, k, group, bits, type);
+          t.decode_row(one, 0, row);
+          t.from_f32(row, type, k, to + i * k * size);
+        }
+      });
+    });
+  }
+
+ private:
+  int group_, bits_;
+};
+
 class DenseMatmul : public Native {
  public:
   using Native::Native;
@@ -344,6 +382,13 @@ mx::array gather_mm(const mx::array& x, const mx::array& b, const std::optional<
   shape.push_back(x.shape(-2));
   shape.push_back(b.shape(2));
   return mx::array(std::move(shape), mx::result_type(x, b), std::make_shared<GatherMm>(stream), {x, b, left, right});
+}
+
+mx::array dequantise(const mx::array& w, const mx::array& scales, const mx::array& biases, int group, int bits, mx::StreamOrDevice s) {
+  auto stream = mx::to_stream(s);
+  auto shape = scales.shape();
+  shape.back() *= group;
+  return mx::array(std::move(shape), scales.dtype(), std::make_shared<Dequantised>(stream, group, bits), {w, scales, biases});
 }
 
 mx::array quantized_embedding(const mx::array& ids, const mx::array& w, const mx::array& scales, const mx::array& biases, int group, int bits, mx::StreamOrDevice s) {

@@ -12,6 +12,8 @@ mx::array gather_qmm(const mx::array& x, const mx::array& w, const mx::array& sc
 // As mlx's gather_mm for b [E, K, N]; best where b is a transposed view of [E, N, K].
 mx::array gather_mm(const mx::array& x, const mx::array& b, const std::optional<mx::array>& lhs, const mx::array& rhs, mx::StreamOrDevice s);
 // Rows `ids` of an affine-quantised table.
+// Rows of words [.., k * bits / 32] with their scales and biases [.., k / group] as values [.., k] of the scales' type.
+mx::array dequantise(const mx::array& w, const mx::array& scales, const mx::array& biases, int group, int bits, mx::StreamOrDevice s);
 mx::array quantized_embedding(const mx::array& ids, const mx::array& w, const mx::array& scales, const mx::array& biases, int group, int bits, mx::StreamOrDevice s);
 // y = x @ w.T for dense w [N, K].
 mx::array dense_matmul(const mx::array& x, const mx::array& w, mx::StreamOrDevice s);
