@@ -27,6 +27,7 @@ def run(tmp_path: Path, model_type: str, turns: int, budget: str) -> Report:
     return report
 
 
+@pytest.mark.slow
 def test_a_short_soak(tmp_path: Path) -> None:
     report = run(tmp_path, "llama", 16, "0.002")
     assert report.reused_share > 0.4

@@ -77,7 +77,7 @@ class Store:
         yield from sorted(self.directory.glob("*.json"))
 
     def runs(self) -> tuple[list[tuple[Path, Run]], list[Unreadable]]:
-        """All readable runs, and the files that are none, with reasons."""
+        """All readable runs, oldest first (files tell seconds only), and the files that are none, with reasons."""
         good: list[tuple[Path, Run]] = []
         bad: list[Unreadable] = []
         for path in self.files():
@@ -85,7 +85,7 @@ class Store:
                 good.append((path, load(path)))
             except ValueError as error:
                 bad.append(Unreadable(path, str(error).splitlines()[0]))
-        return good, bad
+        return sorted(good, key=lambda found: found[1].created), bad
 
     def rebuild(self) -> Rebuilt:
         """Make the index anew from the files. Files of other formats are left alone and counted."""
