@@ -114,6 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="llama.cpp's threads")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/full"), help="directory of the results")
     a = parser.parse_args(argv)
+    a.out = a.out.absolute()
     model = starter.ensure(Models(resolve().paths.cache), Converter(), say)
     # Where they can't be built, the server says so and how it computes; a first start that builds them would be no start.
     gnomon(["kernels", "build"])
