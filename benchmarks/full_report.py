@@ -37,8 +37,8 @@ SERVER = Path(__file__).with_name("llama_cpp_server.py")
 ON_DISK = "gnomon --ssd-cache=gnomon serve {model} --port {port} --ssd-cache {state}"
 SLOTS = 8
 """As many rows as this product decodes at once."""
-CONTEXT = 8192
-"""Tokens of all slots together, as llama.cpp takes it by itself: the model's own length."""
+CONTEXT = 32_768
+"""Tokens of all slots together: 4,096 each, which the longest leg needs."""
 SLOW = (
     "readiness,parity=parity:16,decode=stream:1x24,first-token=ttft:24,concurrency=loop:2x1x8,poisson=poisson:4x8@1:5:1,"
     "cancellation=cancel:256,memory=memory:4@24"

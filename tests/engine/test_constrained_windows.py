@@ -23,8 +23,10 @@ from gnomon.chat.reasoning import HarmonyFormat, TagFormat, Thinking, split
 from gnomon.config import EngineConfig, SpeculationConfig
 from gnomon.engine.api import ChoiceFinished, Delta, Finished, Request, SamplingParams
 from gnomon.engine.constrained import RowConstraint
+from gnomon.engine.step import Flight, Stepper
 from gnomon.grammar import GrammarFailed
 from gnomon.propose import Proposer
+from gnomon.state.batch_state import BatchState
 
 TYPES = ("llama", "gemma3", "qwen3_5", "mamba2", "mamba")
 """Full, sliding and recurrent layers; windows of the last can't be padded."""
@@ -337,6 +339,35 @@ def test_a_copy_of_a_detokenizer_goes_its_own_way() -> None:
     assert text == "ü€"
     assert other.pending
     assert "".join(map(other.push, rest)) == text
+
+
+@pytest.mark.parametrize(("pipeline", "ahead"), [(True, 2), (False, 1)])
+def test_a_forward_starts_before_the_token_before_is_read(
+    monkeypatch: pytest.MonkeyPatch, pipeline: bool, ahead: int
+) -> None:
+    rig = Rig(tiny_loaded(), EngineConfig(pipeline=pipeline))
+    rig.submit(request("r", 2, 1, 60))
+    rig.turn()  # the prompt
+    started, read, most = 0, 0, 0
+    begin, deliver = BatchState.begin, Stepper._deliver
+
+    def counted(state: BatchState, *window: object) -> None:
+        nonlocal started
+        started += 1
+        begin(state, *window)  # pyright: ignore
+
+    def reading(stepper: Stepper, flight: Flight) -> None:
+        nonlocal read, most
+        most = max(most, started - read)
+        read += 1
+        deliver(stepper, flight)
+
+    monkeypatch.setattr(BatchState, "begin", counted)
+    monkeypatch.setattr(Stepper, "_deliver", reading)
+    rig.finish()
+    assert read > 3
+    assert most == ahead
+    assert answer_of(rig, "r") == plain("llama", 2, 1, 60)
 
 
 @pytest.mark.parametrize("draft", ["llama", "qwen3_5"])

@@ -36,8 +36,8 @@ class Batch:
 
     @property
     def waits(self) -> bool:
-        """Whether some row's tokens must be read before its next are drawn."""
-        return any(row.constraint is not None or (row.guesses is not None and row.guesses.waits) for row in self.rows)
+        """Whether some row's tokens must be read before its next forward."""
+        return any(row.guesses is not None and row.guesses.waits for row in self.rows)
 
     @property
     def has_constraints(self) -> bool:

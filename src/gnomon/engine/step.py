@@ -15,8 +15,12 @@ Without proposals nothing has to be known before the next forward, so the read-b
 
 Rows that could guess are asked each time whether it would pay, as of the tokens read back; only if so is the step in flight waited for.
 
-A row with a constraint needs its token before its next draw: then the read-back comes first, and the host finds what may come
-next, and what behind each proposal, while the device computes the forward. Proposals that its grammar forbids are cut off before.
+A row with a constraint needs its token before its next draw, though not before its next forward:
+
+    start the forward of n+1 from the lazy tokens of n   ->   read and deliver n   ->   find what may come next   ->   start the draw of n+1
+
+Proposals that its grammar forbids are cut off before a window. What a grammar forces is known from the read-back on, so while windows are
+made the read-back comes first: else a token of every forced piece would be drawn singly.
 """
 
 from __future__ import annotations
@@ -38,6 +42,9 @@ from gnomon.engine.speculation import Speculation
 from gnomon.grammar import Words
 from gnomon.kernels import dispatch
 from gnomon.propose.guesses import NOTHING
+
+SETTLED = 8
+"""Plain steps in a row after which the forwards of constrained rows no longer wait for the tokens before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +76,13 @@ class Stepper:
         self.speculation = speculation
         self.flight: Flight | None = None
         self._read, self._read_rows = 0.0, 0
+        self._plain_steps = 0
+        """Since the last window."""
 
     def step(self) -> bool:
         """Advance every row, delivering what was read back. False if nothing was left to advance."""
         batch, speculation = self.batch, self.speculation
-        if batch.waits or self._all_end_in_flight():
+        if batch.waits or self._all_end_in_flight() or (batch.has_constraints and not self._runs_ahead()):
             self.land()
         drafts: list[Sequence[int]] = []
         if speculation is not None and batch.has_guesses and speculation.wants_window(batch.rows):
@@ -90,8 +99,10 @@ class Stepper:
             if speculation is not None:
                 speculation.observed(len(drafts), 1 + max(map(len, drafts)), time.perf_counter() - begun)
             self._read = 0.0
+            self._plain_steps = 0
         else:
             self._plain()
+            self._plain_steps += 1
         return True
 
     def land(self) -> None:
@@ -111,6 +122,10 @@ class Stepper:
         if self._read and self._read_rows == num_rows and self.speculation is not None:
             self.speculation.observed(num_rows, 1, now - self._read)
         self._read, self._read_rows = now, num_rows
+
+    def _runs_ahead(self) -> bool:
+        """Whether forwards of constrained rows start before the tokens in flight are read: nothing was proposed lately."""
+        return self._plain_steps >= SETTLED or not self.batch.has_guesses
 
     def _all_end_in_flight(self) -> bool:
         """The step in flight makes the last token any row may have: another would be thrown away."""
@@ -153,6 +168,7 @@ class Stepper:
         if not batch.has_constraints:
             return {}
         mx.async_eval(logits)
+        self.land()
         begun = time.perf_counter()
         allowed = batch.allowed(drafts)
         counters.masks += sum(map(len, allowed.values()))
