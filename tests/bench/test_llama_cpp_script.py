@@ -112,5 +112,5 @@ def test_the_report_runs_the_binary_that_is_given(tmp_path: Path) -> None:
     words = shlex.split(command)
     assert words[:3] == [str(tmp_path / "llama-server"), "-m", str(tmp_path / "a b.gguf")]
     assert words[-2:] == ["--port", "{port}"]
-    assert words[words.index("-c") + 1] == "8192"
+    assert words[words.index("-c") + 1] == "32768"
     assert words[words.index("-np") + 1] == "8"
