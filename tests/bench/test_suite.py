@@ -132,7 +132,6 @@ def test_every_leg_has_a_cell_of_every_size() -> None:
         suite.legs("tides", "small")
 
 
-@pytest.mark.slow
 def test_a_live_server_of_a_tiny_model(model: Path) -> None:
     """One real server, started once, through all legs that don't start it anew. Its random text may end early where that is told."""
     again = ("readiness", "restart", "memory")
