@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -12,7 +13,7 @@ import pytest
 from mlx_lm.models import llama, qwen3
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from gnomon.kernels import dispatch
+from gnomon.kernels import dispatch, native
 from gnomon.kernels.cuda import attention, decode, products
 from gnomon.kernels.cuda.products import Normed, Weights
 from gnomon.state.batch_state import BatchState
@@ -303,3 +304,12 @@ def test_every_kernel_against_float64_and_rows_alone() -> None:
     checks = list(verify())
     assert len(checks) > 200
     assert not [check for check in checks if not check.passed]
+
+
+def test_what_the_card_computed_is_told_apart_by_the_kernels_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = native.Kernels("native", True, isa=native.CUDA)
+    before = kernels.identity
+    assert before.startswith("native cuda ")
+    read = Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda path: read(path) + "//")
+    assert kernels.identity != before
