@@ -235,8 +235,8 @@ def test_a_draft_that_is_always_right_draws_with_the_rows_own_randomness() -> No
     assert said.target_calls == 9
 
 
-def test_a_draft_models_states_are_reused_with_the_targets() -> None:
-    rig = rig_of(loaded("llama"), replace(DRAFT, num_draft_tokens=3), draft=loaded("llama"))
+def settled_at_first(rig: Rig) -> tuple[int, int]:
+    """Tokens of a prompt of 700, and of the same with three more, that the draft model's state holds when each is first seen there."""
     proposer = rig.core.speculation and rig.core.speculation.draft
     fed: list[int] = []
     prompt = prompt_of(700)
@@ -248,6 +248,13 @@ def test_a_draft_models_states_are_reused_with_the_targets() -> None:
             if known and len(fed) <= int(name):
                 fed.append(known[0].settled)
     first, second = fed
+    return first, second
+
+
+def test_a_draft_models_states_are_reused_with_the_targets() -> None:
+    rig = rig_of(loaded("llama"), replace(DRAFT, num_draft_tokens=3), draft=loaded("llama"))
+    proposer = rig.core.speculation and rig.core.speculation.draft
+    first, second = settled_at_first(rig)
     assert first == 700 - 1, "computed: a chunk holds it whole"
     assert second >= 690, "lent: all that the first request left"
     assert not getattr(proposer, "known", None)
@@ -305,17 +312,7 @@ def test_a_draft_with_windows_or_recurrent_layers_changes_no_token(model_type: s
 @pytest.mark.parametrize("model_type", UNTRIMMED)
 def test_states_of_such_a_draft_are_reused(model_type: str) -> None:
     rig = rig_of(loaded("llama"), replace(DRAFT, num_draft_tokens=3), draft=loaded(model_type))
-    proposer = rig.core.speculation and rig.core.speculation.draft
-    fed: list[int] = []
-    prompt = prompt_of(700)
-    for name, text in (("0", prompt), ("1", (*prompt, 5, 6, 7))):
-        rig.submit(Request(name, text, max_tokens=8, ignore_eos=True))
-        while not rig.closed or rig.closed[-1] != name:
-            rig.turn()
-            known = list(getattr(proposer, "known", {}).values())
-            if known and len(fed) <= int(name):
-                fed.append(known[0].settled)
-    assert fed[1] >= 512
+    assert settled_at_first(rig)[1] >= 512
     assert rig.core.reuse.stats()["failures"] == 0
     rig.core.check_integrity()
 
