@@ -259,6 +259,7 @@ def test_the_keyboard_is_enough(page: Page, live: Live[FakeEngine]) -> None:
     page.keyboard.press("Enter")
     job = live.engine.take()
     assert job.text == "<user>typed\nmore\n<assistant>"
+    expect(page.get_by_role("button", name="Again")).to_have_count(0)  # not before there is an answer
     job.say("ok")
     expect(page.get_by_role("button", name="Again")).to_be_visible()
     page.keyboard.press("ArrowUp")

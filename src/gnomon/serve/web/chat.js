@@ -21,7 +21,7 @@ const actions = {
   copy: (one) => navigator.clipboard.writeText(one.content).catch((error) => notify(`Copying failed: ${error.message}`)),
   edit: (one) => edit(one),
   again: (one) => { if (!running) { cut(one); answer(); } },
-  results: (one, results) => { if (!running) { delete one.open; results.forEach(add); answer(); } },
+  results: (one, results) => { if (!running) { delete one.open; for (const result of results) add(result); answer(); } },
 };
 
 function notify(text) { $("notice").textContent = text; }
@@ -67,9 +67,9 @@ function open(one) {
   message.focus();
 }
 
-function add(one) {
+function add(one, running = false) {
   current.messages.push(one);
-  const turn = new Turn(one, actions);
+  const turn = new Turn(one, actions, running);
   turns.push(turn);
   log.append(turn.element);
   log.scrollTop = log.scrollHeight;
@@ -121,7 +121,7 @@ function body() {
 async function answer() {
   const mine = current;
   const one = { role: "assistant", content: "" };
-  const turn = add(one);
+  const turn = add(one, true);
   running = new AbortController();
   const { signal } = running;
   const begun = performance.now();

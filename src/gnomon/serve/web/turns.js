@@ -4,9 +4,9 @@ import { blocks, render } from "./markdown.js";
 
 const NAMES = { user: "You", assistant: "Answer", tool: "Tool result" };
 
-/** `actions`: {copy, edit, again, results}, each called with the message. */
+/** `actions`: {copy, edit, again, results}, each called with the message. `running`: the answer is still coming. */
 export class Turn {
-  constructor(message, actions) {
+  constructor(message, actions, running = false) {
     this.message = message;
     this.actions = actions;
     this.sources = [];
@@ -16,7 +16,7 @@ export class Turn {
     this.calls = el("div");
     this.foot = el("div.tools");
     this.element = el(`article.turn.${message.role}`, {}, el("h2", {}, NAMES[message.role]), this.thinking, this.said, this.calls, this.foot);
-    this.update(false);
+    this.update(running);
   }
 
   update(running) {
