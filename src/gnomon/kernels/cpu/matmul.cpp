@@ -91,7 +91,7 @@ void multiply_rows(const Rows& x, std::vector<Product>& products) {
       const int kp = padded(q->p->w.k);
       for (int r = 0; r < some; r++) {
         const int64_t row = q->p->from.empty() ? q->first + m + r : q->p->from[q->first + m + r];
-        t.arrange(x.row(row), x.type, x.step, q->p->w.k, q->p->w.codec, arranged + q->at + static_cast<size_t>(m) * kp, some, r);
+        t.arrange(x.row(row), x.type, x.step, q->p->w, arranged + q->at + static_cast<size_t>(m) * kp, some, r);
       }
     };
     const bool share = work >= SHARE_FROM;
@@ -132,10 +132,15 @@ void multiply_rows(const Rows& x, std::vector<Product>& products) {
 }
 
 namespace {
-// The integer path takes 4 and 8 bits; the others stay float.
-Weights quantised(const char* w, const char* scales, const char* biases, int k, int group, int bits, Type scale_type, bool integer = false) {
-  const Codec codec = integer && bits == 4 ? I4 : integer && bits == 8 ? I8 : static_cast<Codec>(bits);
-  return Weights{reinterpret_cast<const uint8_t*>(w), scales, biases, static_cast<int64_t>(k) * bits / 8, k, group, codec, scale_type};
+Weights stored(const char* w, const char* scales, const char* biases, int k, int group, int bits, Type scale_type) {
+  return Weights{reinterpret_cast<const uint8_t*>(w), scales, biases, static_cast<int64_t>(k) * bits / 8, k, group, static_cast<Codec>(bits), scale_type};
+}
+// For products: those with 4 and 8 bits are whole, `integer` with activations of one byte instead of two; the other widths stay float.
+Weights quantised(const char* w, const char* scales, const char* biases, int k, int group, int bits, Type scale_type, bool integer) {
+  Weights weights = stored(w, scales, biases, k, group, bits, scale_type);
+  if (bits == 4) weights.codec = integer ? I4 : S4;
+  if (bits == 8) weights.codec = integer ? I8 : S8;
+  return weights;
 }
 
 class QuantizedMatmul : public Native {
@@ -267,7 +272,7 @@ class QuantizedEmbedding : public Native {
                         k = out.shape(-1), group = group_, bits = bits_, st = type_of(in[2].dtype()), to = out.data<char>()]() mutable {
       const Table& t = table();
       auto* id = reinterpret_cast<const int32_t*>(ids.data());
-      const Weights weights = quantised(w.data(), s.data(), b.data(), k, group, bits, st);
+      const Weights weights = stored(w.data(), s.data(), b.data(), k, group, bits, st);
       float* row = scratch<2>(padded(k));
       for (int64_t i = 0; i < count; i++) {
         const int64_t r = id[i] < 0 ? id[i] + static_cast<int64_t>(n) : id[i];
@@ -308,7 +313,7 @@ class Dequantised : public Native {
             for (int j = 0; j < codes.width; j++) std::memcpy(room + j, words + 4 * j * codes.step, 4);
             words = reinterpret_cast<const char*>(room);
           }
-          const Weights one = quantised(words, scales + i * each, biases + i * each, k, group, bits, type);
+          const Weights one = stored(words, scales + i * each, biases + i * each, k, group, bits, type);
           t.decode_row(one, 0, row);
           t.from_f32(row, type, k, to + i * k * size);
         }
