@@ -82,7 +82,7 @@ class Linear:
         self.extension = extension
         self.weight: mx.array = layer["weight"]
         scales: mx.array | None = layer.get("scales")
-        group, bits = (0, 0) if scales is None else (layer.group_size, layer.bits)
+        group, bits = self.form = (0, 0) if scales is None else (layer.group_size, layer.bits)
         self.dtype: mx.Dtype = self.weight.dtype if scales is None else scales.dtype
         self.projection = extension.Projection(
             self.weight, scales, layer.get("biases"), layer.get("bias"), group, bits, integer
@@ -366,7 +366,7 @@ def _mlp(layer: Any, family: Family, extension: ModuleType, integer: bool) -> ML
     if not all(Linear.covers(part) for part in parts):
         return None
     gate, up, down = (Linear(part, extension, integer) for part in parts)
-    if len({p.dtype for p in (gate, up, down)}) != 1:
+    if len({p.dtype for p in (gate, up, down)}) != 1 or gate.form != up.form:
         return None
     return MLP(gate, up, down, family.activation, extension, gate.dtype)
 
@@ -442,7 +442,7 @@ def _gate_forward(activation: int) -> Callable[[Callable[..., mx.array]], Callab
 def swap(model: nn.Module, extension: ModuleType, integer: bool = False) -> dict[str, int]:
     """Swap what is known in `model`, in place, and return how many layers of each class were. Swapping again changes nothing.
 
-    `integer` lets products of 4- and 8-bit weights round activations to 8 bits.
+    `integer` lets products of 4- and 8-bit weights round activations to 8 bits instead of 16.
     """
     found: dict[str, int] = {}
     known: dict[type, tuple[str, Family, ModuleType]] = {}

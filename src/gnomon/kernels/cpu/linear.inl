@@ -35,7 +35,7 @@ static void arrange(const void* x, Type type, int64_t stride, const Weights& w, 
   const int k = w.k;
   const Codec codec = w.codec;
   if (codec == I4 || codec == I8 || codec == S4 || codec == S8) return arrange_integer(x, type, stride, w, tile + (size_t)i * k);
-  const bool spread = codec == Q4 || codec == Q2;
+  const bool spread = codec == Q2;
   int order[BLOCK];
   if (spread)
     for (int p = 0; p < BLOCK; p++) order[p] = place(codec, p / 16, p % 16);
@@ -321,10 +321,8 @@ static void multiply(const Weights& w, int n0, int n1, const float* x, int rows,
   switch (w.codec) {
     case Q2: return multiply_all<Q2>(w, n0, n1, x, rows, y, ldy, scratch);
     case Q3: return multiply_all<Q3>(w, n0, n1, x, rows, y, ldy, scratch);
-    case Q4: return multiply_all<Q4>(w, n0, n1, x, rows, y, ldy, scratch);
     case Q5: return multiply_all<Q5>(w, n0, n1, x, rows, y, ldy, scratch);
     case Q6: return multiply_all<Q6>(w, n0, n1, x, rows, y, ldy, scratch);
-    case Q8: return multiply_all<Q8>(w, n0, n1, x, rows, y, ldy, scratch);
     case I4: return multiply_integer<4, 1>(w, n0, n1, x, rows, y, ldy, scratch);
     case I8: return multiply_integer<8, 1>(w, n0, n1, x, rows, y, ldy, scratch);
     case S4: return multiply_integer<4, 2>(w, n0, n1, x, rows, y, ldy, scratch);
@@ -332,22 +330,28 @@ static void multiply(const Weights& w, int n0, int n1, const float* x, int rows,
     case D_F16: return multiply_all<D_F16>(w, n0, n1, x, rows, y, ldy, scratch);
     case D_BF16: return multiply_all<D_BF16>(w, n0, n1, x, rows, y, ldy, scratch);
     case D_F32: return multiply_all<D_F32>(w, n0, n1, x, rows, y, ldy, scratch);
+    case Q4: case Q8: break;  // stored so, multiplied as S4 and S8 or I4 and I8
   }
 }
 
 template <int CODEC> static void decode(const Weights& w, int64_t n, float* out) {
   constexpr int B = block_bytes<CODEC>;
-  const uint8_t* p = w.data + n * w.row_bytes;
+  const bool tiled = n < w.tiled;
+  const int64_t row = tiled ? n / TILE * TILE : n, column = n - row;
+  const uint8_t* p = w.data + row * w.row_bytes + 4 * column;
   const int groups = w.k / w.group;
-  for (int b = 0; b * BLOCK < w.k; b++, p += B) {
+  for (int b = 0; b * BLOCK < w.k; b++, p += tiled ? B * TILE : B) {
     Unpack<CODEC> unpack;
-    const size_t at = (size_t)n * groups + b * BLOCK / w.group;
+    const size_t g = (size_t)b * BLOCK / w.group, at = (size_t)row * groups + (tiled ? g * TILE + column : g);
     float s, t;
     to_f32((const char*)w.scales + at * type_size(w.scale_type), w.scale_type, 1, &s);
     to_f32((const char*)w.biases + at * type_size(w.scale_type), w.scale_type, 1, &t);
     unpack.group(s, t);
+    uint8_t room[B];
+    if (tiled)
+      for (int i = 0; i < B; i += 4) memcpy(room + i, p + i * TILE, 4);
     alignas(64) float lane[BLOCK];
-    for (int h = 0; h < 2 * PARTS; h++) store(lane + h * W, unpack.vec(p, h));
+    for (int h = 0; h < 2 * PARTS; h++) store(lane + h * W, unpack.vec(tiled ? room : p, h));
     for (int q = 0; q < BLOCK; q++) out[b * BLOCK + place((Codec)CODEC, q / 16, q % 16)] = lane[q];
   }
 }

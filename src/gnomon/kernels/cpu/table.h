@@ -10,7 +10,7 @@ enum Type : int { F32 = 0, F16 = 1, BF16 = 2 };
 inline constexpr size_t type_size(Type t) { return t == F32 ? 4 : 2; }
 
 // How the weights of a linear map are stored: affine-quantised in as many bits, or dense in a float type.
-// Products take S4 and S8 or I4 and I8 for Q4 and Q8: those multiply by activations of 16 (S) or 8 bits.
+// Q4 and Q8 are multiplied as S4 and S8, by activations of 16 bits, or as I4 and I8, by activations of 8.
 enum Codec : int { Q2 = 2, Q3 = 3, Q4 = 4, Q5 = 5, Q6 = 6, Q8 = 8, I4 = 9, I8 = 10, S4 = 11, S8 = 12, D_F16 = 14, D_BF16 = 15, D_F32 = 16 };
 
 enum Activation : int { SILU = 0, GELU_TANH = 1, GELU_ERF = 2 };
@@ -19,7 +19,11 @@ enum Activation : int { SILU = 0, GELU_TANH = 1, GELU_ERF = 2 };
 // tree. The lane of a value depends on its place in the block and on the codec alone, so an output's bits depend on nothing else.
 inline constexpr int BLOCK = 32;
 
+// Rows of weights that stand side by side in tiled ones.
+inline constexpr int TILE = 16;
+
 // N rows of K weights, `row_bytes` apart; scales and biases are [N, K / group], contiguous (unused by the dense codecs).
+// The first `tiled` rows, whole TILEs, have their words as [N / TILE][K * bits / 32][TILE] instead, scales and biases as [N / TILE][K / group][TILE].
 struct Weights {
   const uint8_t* data;
   const void* scales;
@@ -28,10 +32,11 @@ struct Weights {
   int k, group;
   Codec codec;
   Type scale_type;
+  int tiled = 0;
 };
 
-// Room for a panel of at most 48 columns (or one tile of them) and the scales of four rows; or for 32 columns of bytes with their scales.
-inline constexpr size_t scratch_floats(int k) { return 52 * 1024 + (size_t)10 * (k + 64); }
+// Room for a panel of at most 48 columns (or one tile of them) and the scales of four rows; or for 32 columns of bytes with their scales, and a turned tile.
+inline constexpr size_t scratch_floats(int k) { return 52 * 1024 + (size_t)16 * (k + 64); }
 
 inline constexpr int padded(int k) { return (k + BLOCK - 1) / BLOCK * BLOCK; }
 
@@ -50,7 +55,7 @@ struct Table {
   // For whole products: as bytes with their scales (see integer.inl) at tile + i * k.
   void (*arrange)(const void* x, Type type, int64_t stride, const Weights& w, float* tile, int rows, int i);
   // y[m * ldy + n - n0] for m < rows, n0 <= n < n1, from x arranged in the tiles that height() tells.
-  // `scratch` holds scratch_floats(k) floats, 64-byte aligned.
+  // `scratch` holds scratch_floats(k) floats, 64-byte aligned. n0 is a multiple of TILE, n1 is one or the last.
   void (*multiply)(const Weights& w, int n0, int n1, const float* x, int rows, float* y, int64_t ldy, float* scratch);
   // One row of weights as floats in the natural order.
   void (*decode_row)(const Weights& w, int64_t n, float* out);
