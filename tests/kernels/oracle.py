@@ -63,7 +63,7 @@ def close_to_rounded(
 ) -> None:
     """A product with 4- or 8-bit weights against what rounded activations give, and, within what rounding may cost, the exact one.
 
-    An activation is off by half a step of its span at most: a step is the largest one by 127 (spans of 32) or 32512 (a group of the weights).
+    An activation is off by half a step at most, which is the largest one by 127 (in spans of 32) or 32512 (in a group of the weights).
     """
     span, most = (32, 127) if activation == 8 else (group, 32512)
     dense, seen, exact = dequantised(w, s, b, group, bits), rounded(wide(x), span, most), wide(x)
@@ -75,7 +75,7 @@ def close_to_rounded(
 
 
 def most_lost(x: mx.array, w: mx.array, s: mx.array, b: mx.array, group: int, bits: int) -> float:
-    """What rounding activations to 16 bits may cost any product with 4- or 8-bit weights: half a step of the largest, times the largest row of sizes."""
+    """What activations of 16 bits may cost any product: half a step of the largest, times the largest row of weights' sizes."""
     step = np.abs(wide(x)).max() / 32512 / 2 * 1.012
     return float(step * np.abs(dequantised(w, s, b, group, bits)).sum(-1).max())
 

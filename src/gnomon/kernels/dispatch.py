@@ -38,7 +38,7 @@ stock_calls: Counter[str] = Counter()
 
 
 def choose(native: bool, integer: bool = False) -> None:
-    """Let the calling thread's steps take native kernels (`integer`: products by activations of 8 bits), or stock operations, from now on."""
+    """Let the calling thread's steps take native kernels (`integer`: activations of 8 bits), or stock operations, from now on."""
     thread.native = native
     thread.integer = integer
     thread.active = native and thread.depth > 0

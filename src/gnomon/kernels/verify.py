@@ -45,7 +45,9 @@ def _random(*shape: int, seed: int, dtype: mx.Dtype) -> mx.array:
 
 def _share(result: mx.array, expected: Array, magnitude: Array, terms: int, beyond: Array | float = 0.0) -> float:
     """The largest error over its bound: one rounding to the result's type, float32's growth over what was added up, and `beyond`."""
-    bound = beyond + EPSILON[result.dtype] * np.abs(expected) + 8 * 2.0**-23 * terms**0.5 * magnitude + STEP[result.dtype]
+    bound = (
+        beyond + EPSILON[result.dtype] * np.abs(expected) + 8 * 2.0**-23 * terms**0.5 * magnitude + STEP[result.dtype]
+    )
     return float((np.abs(_wide(result) - expected) / bound).max())
 
 
