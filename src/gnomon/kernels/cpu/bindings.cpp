@@ -25,11 +25,12 @@ NB_MODULE(gnomon_kernels, m) {
   m.def("set_threads", &gnomon::set_threads, "n"_a);
   m.def("set_profile", &gnomon::set_profile, "on"_a);
   m.def("set_spin", &gnomon::set_spin, "microseconds"_a);
-  m.def("quantized_matmul", &gnomon::quantized_matmul, "x"_a, "w"_a, "scales"_a, "biases"_a, "group"_a, "bits"_a, "integer"_a = false, "stream"_a = nb::none());
-  m.def("gather_qmm", &gnomon::gather_qmm, "x"_a, "w"_a, "scales"_a, "biases"_a, "lhs"_a.none(), "rhs"_a, "group"_a, "bits"_a, "integer"_a = false, "stream"_a = nb::none());
+  m.def("quantized_matmul", &gnomon::quantized_matmul, "x"_a, "w"_a, "scales"_a, "biases"_a, "group"_a, "bits"_a, "integer"_a = false, "tiled"_a = false, "stream"_a = nb::none());
+  m.def("gather_qmm", &gnomon::gather_qmm, "x"_a, "w"_a, "scales"_a, "biases"_a, "lhs"_a.none(), "rhs"_a, "group"_a, "bits"_a, "integer"_a = false, "tiled"_a = false, "stream"_a = nb::none());
   m.def("gather_mm", &gnomon::gather_mm, "x"_a, "b"_a, "lhs"_a.none(), "rhs"_a, "stream"_a = nb::none());
   m.def("dequantise", &gnomon::dequantise, "w"_a, "scales"_a, "biases"_a, "group"_a, "bits"_a, "stream"_a = nb::none());
-  m.def("quantized_embedding", &gnomon::quantized_embedding, "ids"_a, "w"_a, "scales"_a, "biases"_a, "group"_a, "bits"_a, "stream"_a = nb::none());
+  m.def("quantized_embedding", &gnomon::quantized_embedding, "ids"_a, "w"_a, "scales"_a, "biases"_a, "group"_a, "bits"_a, "tiled"_a = false, "stream"_a = nb::none());
+  m.def("tiled", &gnomon::tiled, "w"_a, "stream"_a = nb::none());
   m.def("dense_matmul", &gnomon::dense_matmul, "x"_a, "w"_a, "stream"_a = nb::none());
   m.def("rms_norm", &gnomon::rms_norm, "x"_a, "weight"_a.none(), "eps"_a, "stream"_a = nb::none());
   m.def("layer_norm", &gnomon::layer_norm, "x"_a, "weight"_a.none(), "bias"_a.none(), "eps"_a, "stream"_a = nb::none());
@@ -50,8 +51,8 @@ NB_MODULE(gnomon_kernels, m) {
   else nb::class_<Projection>(m, "Projection")
       .def("__init__",
            [](Projection* self, const mlx::core::array& w, std::optional<mlx::core::array> scales, std::optional<mlx::core::array> biases, std::optional<mlx::core::array> bias, int group,
-              int bits, bool integer) { new (self) Projection{w, std::move(scales), std::move(biases), std::move(bias), group, bits, integer}; },
-           "w"_a, "scales"_a.none(), "biases"_a.none(), "bias"_a.none(), "group"_a, "bits"_a, "integer"_a = false);
+              int bits, bool integer, bool tiled) { new (self) Projection(w, std::move(scales), std::move(biases), std::move(bias), group, bits, integer, tiled); },
+           "w"_a, "scales"_a.none(), "biases"_a.none(), "bias"_a.none(), "group"_a, "bits"_a, "integer"_a = false, "tiled"_a = false);
   if (nb::handle known = nb::type<HeadForm>(); known.is_valid()) m.attr("HeadForm") = known;
   else nb::class_<HeadForm>(m, "HeadForm")
       .def("__init__",
