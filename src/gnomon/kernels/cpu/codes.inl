@@ -31,12 +31,12 @@ template <int BITS> struct Decoder<ROTATED, BITS> : Looked<BITS> {
   explicit __attribute__((always_inline)) Decoder(const RowCodes& c) { this->levels.set(c.levels); }
 };
 
-// Numbers [first, first + n) behind a row's codes.
-INLINE void numbers(const RowCodes& c, const uint8_t* row, int first, int n, float* out) {
+// Numbers [first, first + n) behind a row's codes, where they lie or in `room`.
+INLINE const float* numbers(const RowCodes& c, const uint8_t* row, int first, int n, float* room) {
   const uint8_t* p = row + c.code_bytes();
-  if (c.type == F32) memcpy(out, p + 4 * first, (size_t)n * 4);
-  else
-    for (int i = 0; i < n; i += W) store_n(out + i, n - i, load_half((const uint16_t*)p + first + i, n - i < W ? n - i : W, c.type));
+  if (c.type == F32) return (const float*)p + first;
+  for (int i = 0; i < n; i += W) store(room + i, load_half((const uint16_t*)p + first + i, n - i < W ? n - i : W, c.type));
+  return room;
 }
 
 // Elements [from, from + count), multiples of 16, of `rows` rows that are `pitch` bytes apart.
@@ -44,9 +44,9 @@ template <int CODING, int BITS> static void decode_as(const RowCodes& c, const u
   Decoder<CODING, BITS> d(c);
   const int g0 = from / c.group, g1 = (from + count - 1) / c.group + 1, n = g1 - g0, all = c.groups();
   for (int r = 0; r < rows; r++, row += pitch, out += ldo) {
-    float s[MOST_GROUPS], b[MOST_GROUPS] = {};
-    numbers(c, row, g0, n, s);
-    if (CODING != ROTATED) numbers(c, row, all + g0, n, b);
+    float first_room[MOST_GROUPS], second_room[MOST_GROUPS];
+    const float* s = numbers(c, row, g0, n, first_room);
+    const float* b = CODING != ROTATED ? numbers(c, row, all + g0, n, second_room) : s;
     for (int g = 0; g < n; g++) {
       d.group(s[g], b[g]);
       const int first = (g0 + g) * c.group, low = first < from ? from : first;
