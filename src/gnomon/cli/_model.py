@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -158,8 +159,9 @@ def load(config: Config) -> InProcess:
 @contextmanager
 def working(what: str) -> Generator[None]:
     """Says on a terminal that something takes a while."""
-    console = stderr()
-    if console.is_terminal and not console.is_dumb_terminal:
+    # Drawing on a terminal takes a while to import, which a start in the background is spared.
+    console = stderr() if sys.stderr.isatty() else None
+    if console is not None and console.is_terminal and not console.is_dumb_terminal:
         with console.status(what):
             yield
     else:

@@ -9,7 +9,6 @@ import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
@@ -56,6 +55,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _versions(_: Config) -> Iterator[Finding]:
+    from importlib.metadata import PackageNotFoundError, version
+
     found: list[str] = []
     for package in ("gnomon", "mlx", "mlx-cpu", "mlx-cuda-13", "mlx-lm", "transformers", "nanobind"):
         try:

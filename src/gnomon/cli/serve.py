@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from socket import socket
 from typing import TYPE_CHECKING
 
@@ -86,14 +87,20 @@ def _serve_pool(config: Config, bound: socket) -> int:
 
 
 def _ready(config: Config, bound: socket, served: str) -> None:
-    from rich.console import Console
-
     from gnomon.cli import _browser
     from gnomon.serve.server import address_of
     from gnomon.serve.services import VERSION
 
-    console = Console(highlight=False)
     address = address_of(bound)
-    console.print(f"Gnomon {VERSION} serves {served} at {address}", markup=False, soft_wrap=True)
-    if console.is_interactive and not config.http.no_open and not config.http.unix:
+    print(f"Gnomon {VERSION} serves {served} at {address}", flush=True)
+    if _on_terminal() and not config.http.no_open and not config.http.unix:
         _browser.show(address)
+
+
+def _on_terminal() -> bool:
+    """Whether a person reads what is printed. rich, which knows dumb terminals, is imported for terminals only."""
+    if not sys.stdout.isatty():
+        return False
+    from rich.console import Console
+
+    return Console().is_interactive
