@@ -11,8 +11,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from gnomon.deferred import defer
-
 if TYPE_CHECKING:
     from gnomon.engine.api import (
         HLG,
@@ -33,9 +31,6 @@ if TYPE_CHECKING:
     from gnomon.engine.completion import Choice, Completion
     from gnomon.engine.engine import Engine, load
     from gnomon.engine.settings import Host, Settings
-
-# mlx-lm's models are used without its package's own code, which imports transformers: a second or two.
-defer("mlx_lm")
 
 __version__ = "0.1.0"
 __all__ = [
