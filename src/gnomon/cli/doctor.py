@@ -189,7 +189,7 @@ def _memory(_: Config) -> Iterator[Finding]:
 
 
 def _port(config: Config) -> Iterator[Finding]:
-    from gnomon.serve.server import answering
+    from gnomon.serve.listen import answering
 
     host, port = config.http.host, config.http.port
     try:
