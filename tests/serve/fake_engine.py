@@ -40,7 +40,8 @@ from gnomon.engine.api import (
     Usage,
 )
 from gnomon.serve.app import create_app
-from gnomon.serve.server import Server, address_of, bind
+from gnomon.serve.listen import address_of, bind
+from gnomon.serve.server import Server
 from gnomon.serve.services import Timing
 
 MODEL = "tests/fake-model"
