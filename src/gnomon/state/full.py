@@ -130,6 +130,7 @@ class FullLayer(LayerState):
 
     def whole(self) -> KeysValues | None:
         """The buffers `[rows or more, heads, slots, dim]`; what lies beyond the open window's end means nothing."""
+        self._settle()
         keys, values = self.keys, self.values
         return None if keys is None or values is None else (keys, values)
 
