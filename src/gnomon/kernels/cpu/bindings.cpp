@@ -5,6 +5,7 @@
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 #include "attention.h"
+#include "block.h"
 #include "fused.h"
 #include "matmul.h"
 #include "recurrent.h"
@@ -58,6 +59,12 @@ NB_MODULE(gnomon_kernels, m) {
              new (self) HeadForm{q_heads, k_heads, norm_eps, rope_dims, traditional, base, scale};
            },
            "q_heads"_a, "k_heads"_a, "norm_eps"_a, "rope_dims"_a, "traditional"_a, "base"_a, "scale"_a);
+  if (nb::handle known = nb::type<gnomon::Blocks>(); known.is_valid()) m.attr("Blocks") = known;
+  else nb::class_<gnomon::Blocks>(m, "Blocks")
+      .def(nb::init<>())
+      .def("add", &gnomon::Blocks::add, "norm"_a.none(), "eps"_a, "q"_a, "k"_a, "v"_a, "o"_a, "q_norm"_a.none(), "k_norm"_a.none(), "form"_a, "freqs"_a.none(), "scale"_a, "after"_a.none(),
+           "after_eps"_a, "mlp_norm"_a.none(), "mlp_eps"_a, "gate"_a, "up"_a, "down"_a, "activation"_a, "mlp_after"_a.none(), "mlp_after_eps"_a);
+  m.def("run_blocks", &gnomon::run_blocks, "blocks"_a, "x"_a, "starts"_a, "buffers"_a, "stream"_a = nb::none());
   m.def("heads", &gnomon::heads, "x"_a, "norm"_a.none(), "eps"_a, "q"_a, "k"_a, "v"_a, "q_norm"_a.none(), "k_norm"_a.none(), "form"_a, "offset"_a.none(), "freqs"_a.none(),
         "stream"_a = nb::none());
   m.def("attention_layer", &gnomon::attention_layer, "x"_a, "norm"_a.none(), "eps"_a, "q"_a, "k"_a, "v"_a, "o"_a, "q_norm"_a.none(), "k_norm"_a.none(), "form"_a, "offset"_a, "freqs"_a.none(),
