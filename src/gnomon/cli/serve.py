@@ -60,7 +60,13 @@ def _serve_one(config: Config, bound: socket, ranks: Ranks | None) -> int:
     warn_of_fill(config, loaded.template, loaded.engine.model.id)
     engine = PromptLog(loaded.engine, loaded.tokenizer) if config.log.log_prompts else loaded.engine
     app = create_app(
-        engine, loaded.tokenizer, loaded.template, config.http, loaded.config.sampling, tracer=loaded.tracer
+        engine,
+        loaded.tokenizer,
+        loaded.template,
+        config.http,
+        loaded.config.sampling,
+        tracer=loaded.tracer,
+        fetch=config.fetch,
     )
     try:
         return serve(app, engine, bound, config.http, lambda: _ready(config, bound, loaded.engine.model.id))
@@ -82,7 +88,14 @@ def _serve_pool(config: Config, bound: socket) -> int:
     served = pool.model.id
     more = len(pool.entries()) - 1
     app = create_app(
-        voice.engine, voice.vocabulary, voice.template, config.http, voice.sampling, tracer=tracer, pool=pool
+        voice.engine,
+        voice.vocabulary,
+        voice.template,
+        config.http,
+        voice.sampling,
+        tracer=tracer,
+        fetch=config.fetch,
+        pool=pool,
     )
     try:
         about = f"{served} and {more} more, {pool.plan.places} at a time," if more else served
