@@ -5,6 +5,7 @@
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 #include "attention.h"
+#include "block.h"
 #include "fused.h"
 #include "matmul.h"
 #include "recurrent.h"
@@ -23,11 +24,12 @@ NB_MODULE(gnomon_kernels, m) {
   m.def("set_threads", &gnomon::set_threads, "n"_a);
   m.def("set_profile", &gnomon::set_profile, "on"_a);
   m.def("set_spin", &gnomon::set_spin, "microseconds"_a);
-  m.def("quantized_matmul", &gnomon::quantized_matmul, "x"_a, "w"_a, "scales"_a, "biases"_a, "group"_a, "bits"_a, "integer"_a = false, "stream"_a = nb::none());
-  m.def("gather_qmm", &gnomon::gather_qmm, "x"_a, "w"_a, "scales"_a, "biases"_a, "lhs"_a.none(), "rhs"_a, "group"_a, "bits"_a, "integer"_a = false, "stream"_a = nb::none());
+  m.def("quantized_matmul", &gnomon::quantized_matmul, "x"_a, "w"_a, "scales"_a, "biases"_a, "group"_a, "bits"_a, "integer"_a = false, "tiled"_a = false, "stream"_a = nb::none());
+  m.def("gather_qmm", &gnomon::gather_qmm, "x"_a, "w"_a, "scales"_a, "biases"_a, "lhs"_a.none(), "rhs"_a, "group"_a, "bits"_a, "integer"_a = false, "tiled"_a = false, "stream"_a = nb::none());
   m.def("gather_mm", &gnomon::gather_mm, "x"_a, "b"_a, "lhs"_a.none(), "rhs"_a, "stream"_a = nb::none());
   m.def("dequantise", &gnomon::dequantise, "w"_a, "scales"_a, "biases"_a, "group"_a, "bits"_a, "stream"_a = nb::none());
-  m.def("quantized_embedding", &gnomon::quantized_embedding, "ids"_a, "w"_a, "scales"_a, "biases"_a, "group"_a, "bits"_a, "stream"_a = nb::none());
+  m.def("quantized_embedding", &gnomon::quantized_embedding, "ids"_a, "w"_a, "scales"_a, "biases"_a, "group"_a, "bits"_a, "tiled"_a = false, "stream"_a = nb::none());
+  m.def("tiled", &gnomon::tiled, "w"_a, "stream"_a = nb::none());
   m.def("dense_matmul", &gnomon::dense_matmul, "x"_a, "w"_a, "stream"_a = nb::none());
   m.def("rms_norm", &gnomon::rms_norm, "x"_a, "weight"_a.none(), "eps"_a, "stream"_a = nb::none());
   m.def("layer_norm", &gnomon::layer_norm, "x"_a, "weight"_a.none(), "bias"_a.none(), "eps"_a, "stream"_a = nb::none());
@@ -48,8 +50,8 @@ NB_MODULE(gnomon_kernels, m) {
   else nb::class_<Projection>(m, "Projection")
       .def("__init__",
            [](Projection* self, const mlx::core::array& w, std::optional<mlx::core::array> scales, std::optional<mlx::core::array> biases, std::optional<mlx::core::array> bias, int group,
-              int bits, bool integer) { new (self) Projection{w, std::move(scales), std::move(biases), std::move(bias), group, bits, integer}; },
-           "w"_a, "scales"_a.none(), "biases"_a.none(), "bias"_a.none(), "group"_a, "bits"_a, "integer"_a = false);
+              int bits, bool integer, bool tiled) { new (self) Projection(w, std::move(scales), std::move(biases), std::move(bias), group, bits, integer, tiled); },
+           "w"_a, "scales"_a.none(), "biases"_a.none(), "bias"_a.none(), "group"_a, "bits"_a, "integer"_a = false, "tiled"_a = false);
   if (nb::handle known = nb::type<HeadForm>(); known.is_valid()) m.attr("HeadForm") = known;
   else nb::class_<HeadForm>(m, "HeadForm")
       .def("__init__",
@@ -57,6 +59,12 @@ NB_MODULE(gnomon_kernels, m) {
              new (self) HeadForm{q_heads, k_heads, norm_eps, rope_dims, traditional, base, scale};
            },
            "q_heads"_a, "k_heads"_a, "norm_eps"_a, "rope_dims"_a, "traditional"_a, "base"_a, "scale"_a);
+  if (nb::handle known = nb::type<gnomon::Blocks>(); known.is_valid()) m.attr("Blocks") = known;
+  else nb::class_<gnomon::Blocks>(m, "Blocks")
+      .def(nb::init<>())
+      .def("add", &gnomon::Blocks::add, "norm"_a.none(), "eps"_a, "q"_a, "k"_a, "v"_a, "o"_a, "q_norm"_a.none(), "k_norm"_a.none(), "form"_a, "freqs"_a.none(), "scale"_a, "after"_a.none(),
+           "after_eps"_a, "mlp_norm"_a.none(), "mlp_eps"_a, "gate"_a, "up"_a, "down"_a, "activation"_a, "mlp_after"_a.none(), "mlp_after_eps"_a);
+  m.def("run_blocks", &gnomon::run_blocks, "blocks"_a, "x"_a, "starts"_a, "buffers"_a, "stream"_a = nb::none());
   m.def("heads", &gnomon::heads, "x"_a, "norm"_a.none(), "eps"_a, "q"_a, "k"_a, "v"_a, "q_norm"_a.none(), "k_norm"_a.none(), "form"_a, "offset"_a.none(), "freqs"_a.none(),
         "stream"_a = nb::none());
   m.def("attention_layer", &gnomon::attention_layer, "x"_a, "norm"_a.none(), "eps"_a, "q"_a, "k"_a, "v"_a, "o"_a, "q_norm"_a.none(), "k_norm"_a.none(), "form"_a, "offset"_a, "freqs"_a.none(),

@@ -2,7 +2,8 @@
 //
 // A block of 32 activations is d * q with q whole in [-127, 127] and d = max |x| / 127. An output is, block by block, a sum of whole products
 // (exact) that enters one float by two fused multiply-adds: its bits depend neither on tiles nor on the instruction set.
-// Lanes are columns: four codes of each of W rows of weights stand in a register, after the rows' words were transposed.
+// Lanes are columns: four codes of each of W rows of weights stand in a register. So they lie if the weights are tiled; the words of other rows
+// are transposed first.
 #include <math.h>
 namespace gnomon::GNOMON_ISA {
 
@@ -61,72 +62,88 @@ static void arrange_integer(const void* x, Type type, int64_t stride, int k, Cod
   }
 }
 
-// Scales or biases of W rows from row n (the last one again where there are no more) as [groups][W].
+// A tile's words [k * bits / 32][TILE] and its scales and biases [groups][TILE].
+struct Tile {
+  const uint32_t* words;
+  const uint8_t *scales, *biases;
+  Type type;
+};
+
+// TILE rows' scales or biases as they lie, turned to floats [groups][TILE].
 static void turn_scales(const void* from, Type type, int64_t n, int columns, int groups, float* to) {
   const size_t size = type_size(type);
-  const uint8_t* p[W];
-  for (int c = 0; c < W; c++) p[c] = (const uint8_t*)from + (size_t)(n + (c < columns ? c : columns - 1)) * groups * size;
-  alignas(64) uint32_t words[16 * W];
-  for (int g = 0; g < groups;) {
-    const int some = (int)(64 / size) < groups - g ? (int)(64 / size) : groups - g;
-    turn(p, (int)(some * size), words);
-    for (int i = 0; i < some; i++) {
-      if (type == F32) memcpy(to + (size_t)(g + i) * W, words + i * W, W * 4);
-      else store(to + (size_t)(g + i) * W, half_of(words + i / 2 * W, i % 2, type));
+  const int per = (int)(64 / size);
+  alignas(64) uint32_t words[16 * TILE];
+  for (int first = 0; first < TILE; first += W) {
+    const uint8_t* p[W];
+    for (int c = 0; c < W; c++) p[c] = (const uint8_t*)from + (size_t)(n + (first + c < columns ? first + c : columns - 1)) * groups * size;
+    for (int g = 0; g < groups;) {
+      const int some = per < groups - g ? per : groups - g;
+      turn(p, (int)(some * size), words);
+      for (int i = 0; i < some; i++) {
+        float* at = to + (size_t)(g + i) * TILE + first;
+        if (type == F32) memcpy(at, words + i * TILE, W * 4);
+        else store(at, half_of(words + i / 2 * TILE, i % 2, type));
+      }
+      for (int c = 0; c < W; c++) p[c] += some * size;
+      g += some;
     }
-    for (int c = 0; c < W; c++) p[c] += some * size;
-    g += some;
   }
 }
 
-template <int BITS> struct Tile {
-  static constexpr int LINE = 64, BYTES = BLOCK * BITS / 8, PER = LINE / BYTES;  // bytes of a line, of a block; blocks in a line
-  const uint8_t* p[W];
-  int bytes, left;
-  Tile(const Weights& w, int64_t n, int columns) : bytes(w.k * BITS / 8), left(bytes) {
-    for (int c = 0; c < W; c++) p[c] = w.data + (n + (c < columns ? c : columns - 1)) * w.row_bytes;
+// The tile at row n, a multiple of TILE: where it lies, or turned in `room` (tile_floats(k)) if these rows lie one after the other.
+// Columns beyond the last one are the last one again.
+static Tile tile_at(const Weights& w, int64_t n, int columns, float* room) {
+  const int groups = w.k / w.group;
+  if (n < w.tiled) {
+    const size_t at = (size_t)n * groups * type_size(w.scale_type);
+    return Tile{(const uint32_t*)(w.data + n * w.row_bytes), (const uint8_t*)w.scales + at, (const uint8_t*)w.biases + at, w.scale_type};
   }
-  // The next line of every row, transposed; returns how many blocks it has.
-  int next(uint32_t* words, int64_t ahead) {
-    const int some = left < LINE ? left : LINE;
-    for (int c = 0; c < W; c++) __builtin_prefetch(p[c] + ahead, 0, 2);  // not into the first level: lines of long rows fall on each other there
-    turn(p, some, words);
-    for (int c = 0; c < W; c++) p[c] += some;
-    left -= some;
-    return some / BYTES;
+  uint32_t* words = (uint32_t*)room;
+  float *scales = room + w.row_bytes / 4 * TILE, *biases = scales + (size_t)groups * TILE;
+  const int64_t ahead = w.row_bytes < 2048 ? TILE * w.row_bytes : 256;  // the next tile, or further along long rows
+  for (int first = 0; first < TILE; first += W) {
+    const uint8_t* p[W];
+    for (int c = 0; c < W; c++) p[c] = w.data + (n + (first + c < columns ? first + c : columns - 1)) * w.row_bytes;
+    for (int at = 0; at < w.row_bytes; at += 64) {
+      for (int c = 0; c < W; c++) __builtin_prefetch(p[c] + ahead, 0, 2);  // not into the first level: lines of long rows fall on each other there
+      turn(p, w.row_bytes - at < 64 ? (int)w.row_bytes - at : 64, words + (size_t)at / 4 * TILE + first);
+      for (int c = 0; c < W; c++) p[c] += 64;
+    }
   }
-};
+  turn_scales(w.scales, w.scale_type, n, columns, groups, scales);
+  turn_scales(w.biases, w.scale_type, n, columns, groups, biases);
+  return Tile{words, (const uint8_t*)scales, (const uint8_t*)biases, F32};
+}
+
+INLINE vf scales_at(const uint8_t* p, size_t at, Type type) {
+  return type == F32 ? load((const float*)p + at) : load_half((const uint16_t*)p + at, W, type);
+}
 
 // What a block's sums add to the outputs: scale * d * sum + bias * (d * sum of q).
 INLINE vf enter(vf y, vi sum, vf scale, vf bias, float d, float q) { return fma(bias, set1(q), fma(to_float(sum), mul(scale, set1(d)), y)); }
 
 template <int BITS, int M>
 static void few_rows(const Weights& w, int n0, int n1, const float* x, float* y, int64_t ldy, float* scratch) {
-  const int groups = w.k / w.group, per_group = w.group / BLOCK;
-  float *scales = scratch, *biases = scratch + (size_t)groups * W;
-  alignas(64) uint32_t words[16 * W];
+  const int blocks = w.k / BLOCK, per_group = w.group / BLOCK;
   const int8_t* q[M];
   for (int m = 0; m < M; m++) q[m] = Quantised(x + (size_t)m * w.k, w.k).q;
   const float *d = Quantised(x, w.k).d, *sums = Quantised(x, w.k).sums;
-  const int64_t ahead = w.row_bytes < 2048 ? W * w.row_bytes : 256;  // the next columns, or further along long rows
-  for (int n = n0; n < n1; n += W) {
-    const int columns = n1 - n < W ? n1 - n : W;
-    turn_scales(w.scales, w.scale_type, n, columns, groups, scales);
-    turn_scales(w.biases, w.scale_type, n, columns, groups, biases);
-    vf acc[M];
+  for (int n = n0; n < n1; n += TILE) {
+    const int columns = n1 - n < TILE ? n1 - n : TILE;
+    const Tile tile = tile_at(w, n, columns, scratch);
+    for (int first = 0; first < columns; first += W) {
+      vf acc[M];
 #pragma GCC unroll 8
-    for (int m = 0; m < M; m++) acc[m] = zero();
-    Tile<BITS> tile(w, n, columns);
-    for (int b = 0; tile.left;) {
-      const int blocks = tile.next(words, ahead);
-      for (int i = 0; i < blocks; i++, b++) {
+      for (int m = 0; m < M; m++) acc[m] = zero();
+      const uint32_t* from = tile.words + first;
+      for (int b = 0; b < blocks; b++, from += BITS * TILE) {
         Dot<BITS> dot[M];
         const int at = b * BLOCK;
-        const uint32_t* from = words + i * Tile<BITS>::BYTES / 4 * W;
         if constexpr (BITS == 4) {
 #pragma GCC unroll 4
           for (int s = 0; s < STEPS; s += 2) {
-            const vi both = iload(from + s / 2 * W);
+            const vi both = iload(from + s / 2 * TILE);
             const Codes<4> low(low_halves(both)), high(high_halves(both));
 #pragma GCC unroll 8
             for (int m = 0; m < M; m++) {
@@ -137,34 +154,31 @@ static void few_rows(const Weights& w, int n0, int n1, const float* x, float* y,
         } else {
 #pragma GCC unroll 8
           for (int s = 0; s < STEPS; s++) {
-            const Codes<8> codes(iload(from + s * W));
+            const Codes<8> codes(iload(from + s * TILE));
 #pragma GCC unroll 8
             for (int m = 0; m < M; m++) dot[m].add(codes, four(q[m] + at + 4 * s));
           }
         }
-        const vf scale = load(scales + (size_t)(b / per_group) * W), bias = load(biases + (size_t)(b / per_group) * W);
+        const size_t g = (size_t)(b / per_group) * TILE + first;
+        const vf scale = scales_at(tile.scales, g, tile.type), bias = scales_at(tile.biases, g, tile.type);
 #pragma GCC unroll 8
         for (int m = 0; m < M; m++) acc[m] = enter(acc[m], dot[m].sum(), scale, bias, d[(size_t)m * w.k + b], sums[(size_t)m * w.k + b]);
       }
+      for (int m = 0; m < M; m++) store_n(y + m * ldy + (n - n0 + first), columns - first < W ? columns - first : W, acc[m]);
     }
-    for (int m = 0; m < M; m++) store_n(y + m * ldy + (n - n0), columns, acc[m]);
   }
 }
 
-// Codes of W columns as bytes: panel[(k / 4 * W + column) * 4 + k % 4], 4-bit ones in the order of the activations.
-template <int BITS> static void fill_codes(const Weights& w, int n, int columns, uint32_t* panel) {
-  Tile<BITS> tile(w, n, columns);
-  alignas(64) uint32_t words[16 * W];
-  while (tile.left) {
+// Codes of W columns of a tile as bytes: panel[(k / 4 * W + column) * 4 + k % 4], 4-bit ones in the order of the activations.
+template <int BITS> static void fill_codes(const Tile& tile, int first, int k, uint32_t* panel) {
+  const uint32_t* from = tile.words + first;
+  for (int i = 0; i < k * BITS / 32; i++, from += TILE) {
+    const vi words = iload(from);
     if constexpr (BITS == 8) {
-      panel += (size_t)tile.next(panel, 0) * STEPS * W;
+      istore(panel + i * W, words);
     } else {
-      const int count = tile.next(words, 0) * STEPS / 2;
-      for (int i = 0; i < count; i++, panel += 2 * W) {
-        const vi both = iload(words + i * W);
-        istore(panel, low_halves(both));
-        istore(panel + W, high_halves(both));
-      }
+      istore(panel + 2 * i * W, low_halves(words));
+      istore(panel + (2 * i + 1) * W, high_halves(words));
     }
   }
 }
@@ -228,15 +242,18 @@ template <int BITS> static void multiply_integer(const Weights& w, int n0, int n
   constexpr int C = SOME_COLUMNS;
   const size_t wide = (size_t)w.k / 4 * W, groups = (size_t)w.k / w.group * W;
   uint32_t* panel = (uint32_t*)scratch;
-  float *scales = scratch + C * wide, *biases = scales + C * groups;
+  float *scales = scratch + C * wide, *biases = scales + C * groups, *room = biases + C * groups;
   for (int n = n0; n < n1; n += C * W) {
     const int columns = n1 - n < C * W ? n1 - n : C * W;
     for (int c = 0; c < C; c++) {
       // Columns beyond the last one: something finite that nobody reads.
-      const int from = c * W < columns ? c * W : 0, some = columns - from < W ? columns - from : W;
-      fill_codes<BITS>(w, n + from, some, panel + c * wide);
-      turn_scales(w.scales, w.scale_type, n + from, some, w.k / w.group, scales + c * groups);
-      turn_scales(w.biases, w.scale_type, n + from, some, w.k / w.group, biases + c * groups);
+      const int at = n + (c * W < columns ? c * W : 0), start = at / TILE * TILE, first = at - start;
+      const Tile tile = tile_at(w, start, n1 - start < TILE ? n1 - start : TILE, room);
+      fill_codes<BITS>(tile, first, w.k, panel + c * wide);
+      for (size_t g = 0; g < groups / W; g++) {
+        store(scales + c * groups + g * W, scales_at(tile.scales, g * TILE + first, tile.type));
+        store(biases + c * groups + g * W, scales_at(tile.biases, g * TILE + first, tile.type));
+      }
     }
     for (int m = 0; m < rows;) {
       const int some = tile_height(rows, m, SOME_ROWS);

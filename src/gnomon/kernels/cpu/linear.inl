@@ -332,17 +332,22 @@ static void multiply(const Weights& w, int n0, int n1, const float* x, int rows,
 
 template <int CODEC> static void decode(const Weights& w, int64_t n, float* out) {
   constexpr int B = block_bytes<CODEC>;
-  const uint8_t* p = w.data + n * w.row_bytes;
+  const bool tiled = n < w.tiled;
+  const int64_t row = tiled ? n / TILE * TILE : n, column = n - row;
+  const uint8_t* p = w.data + row * w.row_bytes + 4 * column;
   const int groups = w.k / w.group;
-  for (int b = 0; b * BLOCK < w.k; b++, p += B) {
+  for (int b = 0; b * BLOCK < w.k; b++, p += tiled ? B * TILE : B) {
     Unpack<CODEC> unpack;
-    const size_t at = (size_t)n * groups + b * BLOCK / w.group;
+    const size_t g = (size_t)b * BLOCK / w.group, at = (size_t)row * groups + (tiled ? g * TILE + column : g);
     float s, t;
     to_f32((const char*)w.scales + at * type_size(w.scale_type), w.scale_type, 1, &s);
     to_f32((const char*)w.biases + at * type_size(w.scale_type), w.scale_type, 1, &t);
     unpack.group(s, t);
+    uint8_t room[B];
+    if (tiled)
+      for (int i = 0; i < B; i += 4) memcpy(room + i, p + i * TILE, 4);
     alignas(64) float lane[BLOCK];
-    for (int h = 0; h < 2 * PARTS; h++) store(lane + h * W, unpack.vec(p, h));
+    for (int h = 0; h < 2 * PARTS; h++) store(lane + h * W, unpack.vec(tiled ? room : p, h));
     for (int q = 0; q < BLOCK; q++) out[b * BLOCK + place((Codec)CODEC, q / 16, q % 16)] = lane[q];
   }
 }

@@ -132,19 +132,61 @@ void multiply_rows(const Rows& x, std::vector<Product>& products) {
 }
 
 namespace {
-// The integer path takes 4 and 8 bits; the others stay float.
-Weights quantised(const char* w, const char* scales, const char* biases, int k, int group, int bits, Type scale_type, bool integer = false) {
+// The integer path takes 4 and 8 bits; the others stay float. Of `tiled` rows the whole tiles stand in tiles.
+Weights quantised(const char* w, const char* scales, const char* biases, int k, int group, int bits, Type scale_type, bool integer = false, int tiled = 0) {
   const Codec codec = integer && bits == 4 ? I4 : integer && bits == 8 ? I8 : static_cast<Codec>(bits);
-  return Weights{reinterpret_cast<const uint8_t*>(w), scales, biases, static_cast<int64_t>(k) * bits / 8, k, group, codec, scale_type};
+  return Weights{reinterpret_cast<const uint8_t*>(w), scales, biases, static_cast<int64_t>(k) * bits / 8, k, group, codec, scale_type, tiled / TILE * TILE};
 }
+
+// Only products in whole numbers read tiles.
+void check_tiled(int bits, bool integer, bool tiled) {
+  if (tiled && !(integer && (bits == 4 || bits == 8))) throw std::invalid_argument("tiled weights of " + std::to_string(bits) + " bits have no product of this kind");
+}
+
+// Weights [.., N, words], or their scales or biases, with every TILE rows interleaved. Lines of tiles are lines of the cache.
+class Tiled : public Native {
+ public:
+  using Native::Native;
+  const char* name() const override { return "GnomonTiled"; }
+  bool is_equivalent(const mx::Primitive&) const override { return true; }
+  void eval_cpu(const std::vector<mx::array>& in, mx::array& out) override {
+    const int64_t n = out.shape(-2), width = out.shape(-1), size = static_cast<int64_t>(out.itemsize());
+    auto room = mx::allocator::malloc(out.nbytes() + 64);
+    const auto from_line = static_cast<int64_t>(reinterpret_cast<uintptr_t>(room.buffer().raw_ptr()) % 64);
+    mx::Strides strides(out.ndim(), 1);
+    for (int i = static_cast<int>(out.ndim()) - 2; i >= 0; i--) strides[i] = strides[i + 1] * out.shape(i + 1);
+    out.set_data(std::move(room), out.size(), strides, mx::array::Flags{true, true, false}, from_line % size ? 0 : (64 - from_line) % 64 / size);
+    if (out.size() == 0) return;
+    dispatch(name(), stream(), [x = Packed(in[0]), n, width, size, matrices = static_cast<int64_t>(out.size()) / (n * width), to = out.data<char>()]() mutable {
+      const char* from = x.data();
+      const int64_t tiles = n / TILE, step = TILE * width * size, matrix = n * width * size;
+      split(matrices * tiles, matrices * n * width, [&](int64_t first, int64_t end) {
+        for (int64_t i = first; i < end; i++) {
+          const int64_t at = i / tiles * matrix + i % tiles * step;
+          if (size == 4) interleave<uint32_t>(from + at, width, to + at);
+          else interleave<uint16_t>(from + at, width, to + at);
+        }
+      });
+      for (int64_t e = 0; e < matrices; e++) std::memcpy(to + e * matrix + tiles * step, from + e * matrix + tiles * step, static_cast<size_t>(matrix - tiles * step));
+    });
+  }
+
+ private:
+  template <class T> static void interleave(const char* from, int64_t width, char* to) {
+    auto* x = reinterpret_cast<const T*>(from);
+    auto* y = reinterpret_cast<T*>(to);
+    for (int64_t j = 0; j < width; j++, y += TILE)
+      for (int r = 0; r < TILE; r++) y[r] = x[r * width + j];
+  }
+};
 
 class QuantizedMatmul : public Native {
  public:
-  QuantizedMatmul(mx::Stream s, int group, int bits, bool integer) : Native(s), group_(group), bits_(bits), integer_(integer) {}
+  QuantizedMatmul(mx::Stream s, int group, int bits, bool integer, bool tiled) : Native(s), group_(group), bits_(bits), integer_(integer), tiled_(tiled) {}
   const char* name() const override { return "GnomonQuantizedMatmul"; }
   bool is_equivalent(const mx::Primitive& o) const override {
     auto& q = static_cast<const QuantizedMatmul&>(o);
-    return q.group_ == group_ && q.bits_ == bits_ && q.integer_ == integer_;
+    return q.group_ == group_ && q.bits_ == bits_ && q.integer_ == integer_ && q.tiled_ == tiled_;
   }
   std::vector<mx::Shape> output_shapes(const std::vector<mx::array>& in) override {
     auto s = in[0].shape();
@@ -155,16 +197,16 @@ class QuantizedMatmul : public Native {
     allocate(out);
     if (out.size() == 0) return;
     dispatch(name(), stream(), [x = Rows(in[0]), w = Packed(in[1]), s = Packed(in[2]), b = Packed(in[3]), n = in[1].shape(0), group = group_, bits = bits_,
-                        integer = integer_, st = type_of(in[2].dtype()), to = out.data<char>(), ot = type_of(out.dtype())]() mutable {
+                        integer = integer_, tiled = tiled_, st = type_of(in[2].dtype()), to = out.data<char>(), ot = type_of(out.dtype())]() mutable {
       std::vector<Product> products;
-      products.push_back({quantised(w.data(), s.data(), b.data(), x.width, group, bits, st, integer), n, to, ot, n});
+      products.push_back({quantised(w.data(), s.data(), b.data(), x.width, group, bits, st, integer, tiled ? n : 0), n, to, ot, n});
       multiply_rows(x, products);
     });
   }
 
  private:
   int group_, bits_;
-  bool integer_;
+  bool integer_, tiled_;
 };
 
 // Pairs of a row block of x and a matrix, gathered by matrix; `make(e)` gives the product with matrix e.
@@ -189,11 +231,11 @@ template <class F> std::vector<Product> by_expert(const uint32_t* lhs, const uin
 
 class GatherQmm : public Native {
  public:
-  GatherQmm(mx::Stream s, int group, int bits, bool integer) : Native(s), group_(group), bits_(bits), integer_(integer) {}
+  GatherQmm(mx::Stream s, int group, int bits, bool integer, bool tiled) : Native(s), group_(group), bits_(bits), integer_(integer), tiled_(tiled) {}
   const char* name() const override { return "GnomonGatherQmm"; }
   bool is_equivalent(const mx::Primitive& o) const override {
     auto& q = static_cast<const GatherQmm&>(o);
-    return q.group_ == group_ && q.bits_ == bits_ && q.integer_ == integer_;
+    return q.group_ == group_ && q.bits_ == bits_ && q.integer_ == integer_ && q.tiled_ == tiled_;
   }
   // inputs: x [..., M, K], w [E, N, packed], scales, biases, lhs [...] and rhs [...] of equal shape (uint32)
   void eval_cpu(const std::vector<mx::array>& in, mx::array& out) override {
@@ -201,10 +243,10 @@ class GatherQmm : public Native {
     if (out.size() == 0) return;
     dispatch(name(), stream(), [x = Rows(in[0]), w = Packed(in[1]), s = Packed(in[2]), b = Packed(in[3]), lhs = Packed(in[4]), rhs = Packed(in[5]),
                         pairs = static_cast<int64_t>(in[5].size()), m = in[0].shape(-2), experts = in[1].shape(0), n = in[1].shape(1), group = group_, bits = bits_, integer = integer_,
-                        st = type_of(in[2].dtype()), to = out.data<char>(), ot = type_of(out.dtype())]() mutable {
+                        tiled = tiled_, st = type_of(in[2].dtype()), to = out.data<char>(), ot = type_of(out.dtype())]() mutable {
       const int64_t row_bytes = static_cast<int64_t>(x.width) * bits / 8, scale_row = static_cast<int64_t>(x.width / group) * static_cast<int64_t>(type_size(st));
       auto products = by_expert(reinterpret_cast<const uint32_t*>(lhs.data()), reinterpret_cast<const uint32_t*>(rhs.data()), pairs, m, experts, [&](int64_t e) {
-        return Product{quantised(w.data() + e * n * row_bytes, s.data() + e * n * scale_row, b.data() + e * n * scale_row, x.width, group, bits, st, integer), n, to, ot, n};
+        return Product{quantised(w.data() + e * n * row_bytes, s.data() + e * n * scale_row, b.data() + e * n * scale_row, x.width, group, bits, st, integer, tiled ? n : 0), n, to, ot, n};
       });
       multiply_rows(x, products);
     });
@@ -212,7 +254,7 @@ class GatherQmm : public Native {
 
  private:
   int group_, bits_;
-  bool integer_;
+  bool integer_, tiled_;
 };
 
 class GatherMm : public Native {
@@ -254,20 +296,20 @@ class GatherMm : public Native {
 
 class QuantizedEmbedding : public Native {
  public:
-  QuantizedEmbedding(mx::Stream s, int group, int bits) : Native(s), group_(group), bits_(bits) {}
+  QuantizedEmbedding(mx::Stream s, int group, int bits, bool tiled) : Native(s), group_(group), bits_(bits), tiled_(tiled) {}
   const char* name() const override { return "GnomonQuantizedEmbedding"; }
   bool is_equivalent(const mx::Primitive& o) const override {
     auto& q = static_cast<const QuantizedEmbedding&>(o);
-    return q.group_ == group_ && q.bits_ == bits_;
+    return q.group_ == group_ && q.bits_ == bits_ && q.tiled_ == tiled_;
   }
   void eval_cpu(const std::vector<mx::array>& in, mx::array& out) override {
     allocate(out);
     if (out.size() == 0) return;
     dispatch(name(), stream(), [ids = Packed(in[0]), w = Packed(in[1]), s = Packed(in[2]), b = Packed(in[3]), count = static_cast<int64_t>(in[0].size()), n = in[1].shape(0),
-                        k = out.shape(-1), group = group_, bits = bits_, st = type_of(in[2].dtype()), to = out.data<char>()]() mutable {
+                        k = out.shape(-1), group = group_, bits = bits_, tiled = tiled_, st = type_of(in[2].dtype()), to = out.data<char>()]() mutable {
       const Table& t = table();
       auto* id = reinterpret_cast<const int32_t*>(ids.data());
-      const Weights weights = quantised(w.data(), s.data(), b.data(), k, group, bits, st);
+      const Weights weights = quantised(w.data(), s.data(), b.data(), k, group, bits, st, false, tiled ? n : 0);
       float* row = scratch<2>(padded(k));
       for (int64_t i = 0; i < count; i++) {
         const int64_t r = id[i] < 0 ? id[i] + static_cast<int64_t>(n) : id[i];
@@ -280,6 +322,7 @@ class QuantizedEmbedding : public Native {
 
  private:
   int group_, bits_;
+  bool tiled_;
 };
 
 class Dequantised : public Native {
@@ -346,11 +389,12 @@ class DenseMatmul : public Native {
 };
 }  // namespace
 
-mx::array quantized_matmul(const mx::array& x, const mx::array& w, const mx::array& scales, const mx::array& biases, int group, int bits, bool integer, mx::StreamOrDevice s) {
+mx::array quantized_matmul(const mx::array& x, const mx::array& w, const mx::array& scales, const mx::array& biases, int group, int bits, bool integer, bool tiled, mx::StreamOrDevice s) {
+  check_tiled(bits, integer, tiled);
   auto stream = mx::to_stream(s);
   auto shape = x.shape();
   shape.back() = w.shape(0);
-  return mx::array(std::move(shape), mx::result_type(x, scales), std::make_shared<QuantizedMatmul>(stream, group, bits, integer), {x, w, scales, biases});
+  return mx::array(std::move(shape), mx::result_type(x, scales), std::make_shared<QuantizedMatmul>(stream, group, bits, integer, tiled), {x, w, scales, biases});
 }
 
 namespace {
@@ -366,13 +410,14 @@ std::pair<mx::array, mx::array> pairs_of(const mx::array& x, const std::optional
 }  // namespace
 
 mx::array gather_qmm(const mx::array& x, const mx::array& w, const mx::array& scales, const mx::array& biases, const std::optional<mx::array>& lhs,
-                     const mx::array& rhs, int group, int bits, bool integer, mx::StreamOrDevice s) {
+                     const mx::array& rhs, int group, int bits, bool integer, bool tiled, mx::StreamOrDevice s) {
+  check_tiled(bits, integer, tiled);
   auto stream = mx::to_stream(s);
   auto [left, right] = pairs_of(x, lhs, rhs, stream);
   auto shape = right.shape();
   shape.push_back(x.shape(-2));
   shape.push_back(w.shape(1));
-  return mx::array(std::move(shape), mx::result_type(x, scales), std::make_shared<GatherQmm>(stream, group, bits, integer), {x, w, scales, biases, left, right});
+  return mx::array(std::move(shape), mx::result_type(x, scales), std::make_shared<GatherQmm>(stream, group, bits, integer, tiled), {x, w, scales, biases, left, right});
 }
 
 mx::array gather_mm(const mx::array& x, const mx::array& b, const std::optional<mx::array>& lhs, const mx::array& rhs, mx::StreamOrDevice s) {
@@ -391,11 +436,11 @@ mx::array dequantise(const mx::array& w, const mx::array& scales, const mx::arra
   return mx::array(std::move(shape), scales.dtype(), std::make_shared<Dequantised>(stream, group, bits), {w, scales, biases});
 }
 
-mx::array quantized_embedding(const mx::array& ids, const mx::array& w, const mx::array& scales, const mx::array& biases, int group, int bits, mx::StreamOrDevice s) {
+mx::array quantized_embedding(const mx::array& ids, const mx::array& w, const mx::array& scales, const mx::array& biases, int group, int bits, bool tiled, mx::StreamOrDevice s) {
   auto stream = mx::to_stream(s);
   auto shape = ids.shape();
   shape.push_back(scales.shape(1) * group);
-  return mx::array(std::move(shape), scales.dtype(), std::make_shared<QuantizedEmbedding>(stream, group, bits), {mx::astype(ids, mx::int32, stream), w, scales, biases});
+  return mx::array(std::move(shape), scales.dtype(), std::make_shared<QuantizedEmbedding>(stream, group, bits, tiled), {mx::astype(ids, mx::int32, stream), w, scales, biases});
 }
 
 mx::array dense_matmul(const mx::array& x, const mx::array& w, mx::StreamOrDevice s) {
@@ -405,13 +450,23 @@ mx::array dense_matmul(const mx::array& x, const mx::array& w, mx::StreamOrDevic
   return mx::array(std::move(shape), mx::result_type(x, w), std::make_shared<DenseMatmul>(stream), {x, w});
 }
 
+mx::array tiled(const mx::array& w, mx::StreamOrDevice s) {
+  if (w.ndim() < 2 || (w.itemsize() != 4 && w.itemsize() != 2)) throw std::invalid_argument("tiles are of matrices of 2 or 4 bytes a value");
+  return mx::array(w.shape(), w.dtype(), std::make_shared<Tiled>(mx::to_stream(s)), {w});
+}
+
 void Projection::push(std::vector<mx::array>& in) const {
   in.push_back(w);
   if (scales) in.push_back(*scales), in.push_back(*biases);
   if (bias) in.push_back(*bias);
 }
 
-Operands::Operands(const Projection& p, const std::vector<mx::array>& in, size_t& next) : n(p.outputs()), k_(p.inputs()), group_(p.group), bits_(p.bits), integer_(p.integer), type_(type_of(p.type())) {
+Projection::Projection(mx::array w, std::optional<mx::array> scales, std::optional<mx::array> biases, std::optional<mx::array> bias, int group, int bits, bool integer, bool tiled)
+    : w(std::move(w)), scales(std::move(scales)), biases(std::move(biases)), bias(std::move(bias)), group(group), bits(bits), integer(integer), tiled(tiled) {
+  check_tiled(bits, integer, tiled);
+}
+
+Operands::Operands(const Projection& p, const std::vector<mx::array>& in, size_t& next) : n(p.outputs()), k_(p.inputs()), group_(p.group), bits_(p.bits), integer_(p.integer), tiled_(p.tiled), type_(type_of(p.type())) {
   w_.emplace(in[next++]);
   if (p.scales) {
     scales_.emplace(in[next++]);
@@ -423,7 +478,7 @@ Operands::Operands(const Projection& p, const std::vector<mx::array>& in, size_t
   }
 }
 Weights Operands::weights() {
-  if (scales_) return quantised(w_->data(), scales_->data(), biases_->data(), k_, group_, bits_, type_, integer_);
+  if (scales_) return quantised(w_->data(), scales_->data(), biases_->data(), k_, group_, bits_, type_, integer_, tiled_ ? n : 0);
   return Weights{reinterpret_cast<const uint8_t*>(w_->data()), nullptr, nullptr, static_cast<int64_t>(k_ * type_size(type_)), k_, BLOCK,
                  type_ == F32 ? D_F32 : type_ == F16 ? D_F16 : D_BF16, F32};
 }

@@ -4,17 +4,20 @@
 
 namespace gnomon {
 
-// y = x @ w.T for affine-quantised w [N, K * bits / 32]; `integer` multiplies 4- and 8-bit codes by x rounded to 8 bits.
-mx::array quantized_matmul(const mx::array& x, const mx::array& w, const mx::array& scales, const mx::array& biases, int group, int bits, bool integer, mx::StreamOrDevice s);
+// y = x @ w.T for affine-quantised w [N, K * bits / 32]; `integer` multiplies 4- and 8-bit codes by x rounded to 8 bits, and only that takes
+// `tiled` weights: w, scales and biases each went through `tiled`.
+mx::array quantized_matmul(const mx::array& x, const mx::array& w, const mx::array& scales, const mx::array& biases, int group, int bits, bool integer, bool tiled, mx::StreamOrDevice s);
 // As mlx's gather_qmm with transpose: out[..., :, n] = x[lhs] @ w[rhs].T.
 mx::array gather_qmm(const mx::array& x, const mx::array& w, const mx::array& scales, const mx::array& biases, const std::optional<mx::array>& lhs,
-                     const mx::array& rhs, int group, int bits, bool integer, mx::StreamOrDevice s);
+                     const mx::array& rhs, int group, int bits, bool integer, bool tiled, mx::StreamOrDevice s);
 // As mlx's gather_mm for b [E, K, N]; best where b is a transposed view of [E, N, K].
 mx::array gather_mm(const mx::array& x, const mx::array& b, const std::optional<mx::array>& lhs, const mx::array& rhs, mx::StreamOrDevice s);
-// Rows `ids` of an affine-quantised table.
 // Rows of words [.., k * bits / 32] with their scales and biases [.., k / group] as values [.., k] of the scales' type.
 mx::array dequantise(const mx::array& w, const mx::array& scales, const mx::array& biases, int group, int bits, mx::StreamOrDevice s);
-mx::array quantized_embedding(const mx::array& ids, const mx::array& w, const mx::array& scales, const mx::array& biases, int group, int bits, mx::StreamOrDevice s);
+// Rows `ids` of an affine-quantised table.
+mx::array quantized_embedding(const mx::array& ids, const mx::array& w, const mx::array& scales, const mx::array& biases, int group, int bits, bool tiled, mx::StreamOrDevice s);
+// The values of w [.., N, width] with every TILE rows interleaved: [.., N / TILE, width, TILE], and then the rows that are left as they were.
+mx::array tiled(const mx::array& w, mx::StreamOrDevice s);
 // y = x @ w.T for dense w [N, K].
 mx::array dense_matmul(const mx::array& x, const mx::array& w, mx::StreamOrDevice s);
 
@@ -39,7 +42,8 @@ struct Projection {
   mx::array w;
   std::optional<mx::array> scales, biases, bias;
   int group, bits;
-  bool integer;
+  bool integer, tiled;
+  Projection(mx::array w, std::optional<mx::array> scales, std::optional<mx::array> biases, std::optional<mx::array> bias, int group, int bits, bool integer, bool tiled);
   int outputs() const { return w.shape(0); }
   int inputs() const { return scales ? scales->shape(1) * group : w.shape(1); }
   mx::Dtype type() const { return scales ? scales->dtype() : w.dtype(); }
@@ -55,7 +59,7 @@ class Operands {
 
  private:
   int k_, group_, bits_;
-  bool integer_;
+  bool integer_, tiled_;
   Type type_, bias_type_ = F32;
   std::optional<Packed> w_, scales_, biases_, bias_;
   std::vector<float> wide_bias_;

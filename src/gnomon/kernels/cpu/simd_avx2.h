@@ -175,9 +175,9 @@ INLINE vf half_of(const uint32_t* words, int high, Type t) {
   const vi h = high ? _mm256_srli_epi32(v, 16) : _mm256_and_si256(v, _mm256_set1_epi32(0xffff));
   return _mm256_cvtph_ps(_mm_packus_epi32(_mm256_castsi256_si128(h), _mm256_extracti128_si256(h, 1)));
 }
-// `bytes` (at most 64) of 8 rows: word j of row c goes to out[8 * j + c].
+// `bytes` (at most 64) of 8 rows: word j of row c goes to out[TILE * j + c].
 INLINE void turn(const uint8_t* const* p, int bytes, uint32_t* out) {
-  for (int at = 0; at < bytes; at += 32, out += 64) {
+  for (int at = 0; at < bytes; at += 32, out += 8 * TILE) {
     vi r[8];
     if (bytes - at >= 32) {
 #pragma GCC unroll 8
@@ -199,8 +199,8 @@ INLINE void turn(const uint8_t* const* p, int bytes, uint32_t* out) {
     }
 #pragma GCC unroll 4
     for (int c = 0; c < 4; c++) {
-      istore(out + 8 * c, _mm256_permute2x128_si256(t[c], t[4 + c], 0x20));
-      istore(out + 8 * (4 + c), _mm256_permute2x128_si256(t[c], t[4 + c], 0x31));
+      istore(out + TILE * c, _mm256_permute2x128_si256(t[c], t[4 + c], 0x20));
+      istore(out + TILE * (4 + c), _mm256_permute2x128_si256(t[c], t[4 + c], 0x31));
     }
   }
 }

@@ -193,9 +193,9 @@ INLINE vf half_of(const uint32_t* words, int high, Type t) {
   for (int c = 0; c < 4; c++) v[c] = half_to_float((uint16_t)(words[c] >> (high ? 16 : 0)), t);
   return v;
 }
-// `bytes` (at most 64) of 4 rows: word j of row c goes to out[4 * j + c].
+// `bytes` (at most 64) of 4 rows: word j of row c goes to out[TILE * j + c].
 INLINE void turn(const uint8_t* const* p, int bytes, uint32_t* out) {
-  for (int at = 0; at < bytes; at += 4, out += 4)
+  for (int at = 0; at < bytes; at += 4, out += TILE)
     for (int c = 0; c < 4; c++) {
       out[c] = 0;
       memcpy(out + c, p[c] + at, (size_t)(bytes - at < 4 ? bytes - at : 4));

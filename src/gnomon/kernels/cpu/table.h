@@ -19,7 +19,11 @@ enum Activation : int { SILU = 0, GELU_TANH = 1, GELU_ERF = 2 };
 // tree. The lane of a value depends on its place in the block and on the codec alone, so an output's bits depend on nothing else.
 inline constexpr int BLOCK = 32;
 
+// Rows of weights that stand side by side in tiled ones.
+inline constexpr int TILE = 16;
+
 // N rows of K weights, `row_bytes` apart; scales and biases are [N, K / group], contiguous (unused by the dense codecs).
+// The first `tiled` rows, whole TILEs, have their words as [N / TILE][K * bits / 32][TILE] instead, scales and biases as [N / TILE][K / group][TILE].
 struct Weights {
   const uint8_t* data;
   const void* scales;
@@ -28,10 +32,11 @@ struct Weights {
   int k, group;
   Codec codec;
   Type scale_type;
+  int tiled = 0;
 };
 
-// Room for a panel of at most 48 columns (or one tile of them) and the scales of four rows; or for 32 columns of bytes with their scales.
-inline constexpr size_t scratch_floats(int k) { return 52 * 1024 + (size_t)10 * (k + 64); }
+// Room for a panel of at most 48 columns (or one tile of them) and the scales of four rows; or for 32 columns of bytes with their scales, and a turned tile.
+inline constexpr size_t scratch_floats(int k) { return 52 * 1024 + (size_t)16 * (k + 64); }
 
 inline constexpr int padded(int k) { return (k + BLOCK - 1) / BLOCK * BLOCK; }
 
@@ -50,7 +55,7 @@ struct Table {
   // For I4 and I8: as bytes with their scales (see integer.inl) at tile + i * k.
   void (*arrange)(const void* x, Type type, int64_t stride, int k, Codec codec, float* tile, int rows, int i);
   // y[m * ldy + n - n0] for m < rows, n0 <= n < n1, from x arranged in the tiles that height() tells.
-  // `scratch` holds scratch_floats(k) floats, 64-byte aligned.
+  // `scratch` holds scratch_floats(k) floats, 64-byte aligned. n0 is a multiple of TILE, n1 is one or the last.
   void (*multiply)(const Weights& w, int n0, int n1, const float* x, int rows, float* y, int64_t ldy, float* scratch);
   // One row of weights as floats in the natural order.
   void (*decode_row)(const Weights& w, int64_t n, float* out);
