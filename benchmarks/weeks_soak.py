@@ -5,7 +5,9 @@ the first byte, some with the connection torn. Reported is what the process held
 threads, files) and what was still there after the last one left.
 
     uv run python benchmarks/weeks_soak.py MODEL [--seconds 1200] [--agents 8] [--leave 0.25] [--disk DIR] [--out FILE]
-        [--flag=--isolate ...]
+        [--every-model] [--flag=--isolate ...]
+
+With --every-model the agents share the models that the server lists among them: for --model-pool.
 """
 
 from __future__ import annotations
@@ -32,8 +34,10 @@ from children import Child, running
 from gnomon.bench.http import gnomon_command
 from prefix_soak import Agent, disk_bytes
 
-SETTLE_SECONDS = 30.0
-"""How long the server may take to let go of what the last clients left."""
+SETTLE_SAMPLES, SETTLE_PAUSE = 150, 0.2
+"""How often, and every how many seconds, it is looked whether the server has let go of what the last clients left: no time, so that a soak
+may be stopped and go on."""
+SOCKET_SECONDS = 3600.0
 
 
 @dataclass
@@ -48,6 +52,7 @@ class Sample:
     descriptors: int
     sockets: int
     threads: int
+    processes: int
     rows: int
     open: int
 
@@ -79,19 +84,37 @@ def processes(pid: int) -> list[psutil.Process]:
     return [server, *server.children(recursive=True)]
 
 
+def every_engine(child: Child) -> list[dict[str, Any]]:
+    """/stats of each engine that has reported."""
+    stats = child.stats()
+    if "pool" not in stats:
+        return [stats]
+    live = [row["id"] for row in stats["pool"]["models"] if row["pid"] is not None]
+    each = [child.stats(model=name) for name in live]
+    return [one for one in each if "memory" in one]
+
+
 def take(child: Child, begun: float, disk: Path | None) -> Sample:
-    stats, all_of_it = child.stats(), processes(child.pid)
+    while True:
+        engines, all_of_it = every_engine(child), processes(child.pid)
+        try:
+            held = [(one.memory_info().rss, one.num_fds(), one.num_threads()) for one in all_of_it]
+            break
+        except psutil.NoSuchProcess:  # a pool ended one meanwhile
+            continue
+    resident, descriptors, threads = (sum(numbers) for numbers in zip(*held, strict=True))
     return Sample(
         time.monotonic() - begun,
-        sum(one.memory_info().rss for one in all_of_it),
-        stats["memory"]["active_bytes"],
-        stats["prompt_cache"]["bytes"],
+        resident,
+        sum(one["memory"]["active_bytes"] for one in engines),
+        sum(one["prompt_cache"]["bytes"] for one in engines),
         disk_bytes(disk),
-        sum(one.num_fds() for one in all_of_it),
+        descriptors,
         len([c for c in all_of_it[0].net_connections("tcp") if c.status != psutil.CONN_LISTEN]),
-        sum(one.num_threads() for one in all_of_it),
-        stats["batch"]["active_rows"],
-        stats["engine"]["open_requests"],
+        threads,
+        len(all_of_it),
+        sum(one["batch"]["active_rows"] for one in engines),
+        sum(one["engine"]["open_requests"] for one in engines),
     )
 
 
@@ -101,7 +124,7 @@ def leave(child: Child, body: dict[str, Any], chance: random.Random) -> str:
     host, port = child.url.removeprefix("http://").split(":")
     data = json.dumps({**body, "stream": True, "max_tokens": 200}).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: {host}:{port}\r\ncontent-type: application/json\r\n"
-    with socket.create_connection((host, int(port)), 60) as raw:
+    with socket.create_connection((host, int(port)), SOCKET_SECONDS) as raw:
         raw.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
         if how != "at once":
             raw.recv(chance.randint(1, 4096))
@@ -110,8 +133,10 @@ def leave(child: Child, body: dict[str, Any], chance: random.Random) -> str:
     return how
 
 
-def soak(child: Child, seconds: float, agents: int, leaving: float, seed: int, disk: Path | None) -> Report:
-    """Let the agents talk for so long."""
+def soak(
+    child: Child, seconds: float, agents: int, leaving: float, seed: int, disk: Path | None, models: Sequence[str] = ()
+) -> Report:
+    """Let the agents talk for so long, each to its own of `models`, if there are any."""
     report, lock = Report(), threading.Lock()
     begun = time.monotonic()
     # An engine in a process of its own tells its sections from its first report on.
@@ -121,9 +146,10 @@ def soak(child: Child, seconds: float, agents: int, leaving: float, seed: int, d
 
     def live(number: int) -> None:
         agent = Agent(seed * 1000 + number, 400)
+        asked = {"model": models[number % len(models)]} if models else {}
         while time.monotonic() - begun < seconds:
             agent.act()
-            body = {**agent.ask(), "session_id": f"agent {number}"}
+            body = {**agent.ask(), "session_id": f"agent {number}", **asked}
             try:
                 if agent.chance.random() < leaving:
                     how = leave(child, body, agent.chance)
@@ -153,14 +179,11 @@ def soak(child: Child, seconds: float, agents: int, leaving: float, seed: int, d
         for done in [pool.submit(watch), *(pool.submit(live, number) for number in range(agents))]:
             done.result()
     report.seconds = time.monotonic() - begun
-    end = time.monotonic() + SETTLE_SECONDS
-    while True:
+    for _ in range(SETTLE_SAMPLES):
         report.left = take(child, begun, disk)
         if not report.left.rows and not report.left.open and report.left.sockets <= 1 + report.before.sockets:
             break
-        if time.monotonic() > end:
-            break
-        time.sleep(0.2)
+        time.sleep(SETTLE_PAUSE)
     return report
 
 
@@ -181,7 +204,7 @@ def leaks(report: Report) -> list[str]:
 def told(report: Report) -> str:
     """A few lines for people."""
     before, left = report.before, report.left
-    shown = ("resident", "active", "cache", "descriptors", "sockets", "threads")
+    shown = ("resident", "active", "cache", "descriptors", "sockets", "threads", "processes", "disk")
     lines = [
         f"{report.answers} answers in {report.seconds:.0f} s, {len(report.failures)} failed; left midway: {dict(report.left_midway)}",
         f"{report.reused_tokens} of {report.prompt_tokens} prompt tokens reused",
@@ -206,12 +229,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--disk", type=Path, help="directory that the server's flags have it write to; its size is watched"
     )
+    parser.add_argument("--every-model", action="store_true", help="agents share the models that the server lists")
     parser.add_argument("--flag", action="append", default=[], help="further flag of the server; may be repeated")
     parser.add_argument("--out", type=Path, help="file for the result as JSON")
     a = parser.parse_args(argv)
     flags = ["--batch", str(a.agents), "--prompt-cache", str(a.budget), *a.flag]
     with running(gnomon_command(a.model, *flags)) as child:
-        report = soak(child, a.seconds, a.agents, a.leave, a.seed, a.disk)
+        listed = child.client.get("/v1/models").json()["data"] if a.every_model else []
+        models = [model["id"] for model in listed]
+        report = soak(child, a.seconds, a.agents, a.leave, a.seed, a.disk, models)
     print(told(report))
     if a.out is not None:
         a.out.parent.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gnomon.engine.pressure import CALM, FEWEST, Pressure, code_of, is_out_of_memory
+from gnomon.engine.pressure import CALM, FEWEST, REMEMBERED, Pressure, code_of, is_out_of_memory
 
 CEILING = 1000
 RELEASE = 900
@@ -46,6 +46,9 @@ def test_the_cache_goes_first_then_the_windows_then_the_door() -> None:
     told = one.stats()
     assert (told["step"], told["level"], told["reclaims"], told["reclaimed_bytes"]) == ("queue", 3, 1, 400)
     assert (told["chunk_halvings"], told["holds"], told["chunk_tokens"]) == (2, 1, 32)
+    history = [(change["step"], change["chunk_tokens"], change["used_bytes"]) for change in told["history"]]
+    assert history == [("cache", 128, 1500), ("chunk", 64, 1100), ("chunk", 32, 1100), ("queue", 32, 1100)]
+    assert all(change["seconds_ago"] >= 0 for change in told["history"])
 
 
 def test_as_long_as_the_cache_covers_it_nothing_else_gives_way() -> None:
@@ -66,6 +69,13 @@ def test_the_way_back_is_as_long_and_slower() -> None:
     assert steps(one, CALM)[-1] == ("chunk", 64)
     assert steps(one, CALM)[-1] == ("cache", 128)
     assert steps(one, CALM)[-1] == ("none", 128)
+    back = [(change["step"], change["chunk_tokens"]) for change in one.stats()["history"]]
+    assert back[2:] == [("queue", 32), ("chunk", 32), ("chunk", 64), ("cache", 128), ("none", 128)]
+    memory.held = 1100
+    for _ in range(20):
+        one.idle()
+        one.look()
+    assert len(one.stats()["history"]) == REMEMBERED
 
 
 def test_between_release_and_ceiling_nothing_changes() -> None:

@@ -1,7 +1,8 @@
 """Attention layers that append to the state's buffers themselves: the same bits, and nobody else's tokens touched."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -9,11 +10,11 @@ import numpy as np
 import pytest
 
 from batch_walk import new_state_of
-from gnomon.kernels import dispatch, layers, operations
+from gnomon.kernels import blocks, dispatch, layers, operations
 from gnomon.state.batch_state import BatchState
 from gnomon.state.full import FullLayer
 from kernels.oracle import bits_of
-from tiny_models import VOCAB_SIZE, make
+from tiny_models import CONFIGS, VOCAB_SIZE, make
 
 TOKENS = np.random.default_rng(3).integers(0, VOCAB_SIZE, 600)
 
@@ -34,13 +35,13 @@ def native(kernels: ModuleType) -> Iterator[ModuleType]:
 def calls(native: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Widths of the windows that were appended in place."""
     seen: list[int] = []
-    own = FullLayer.appended
+    own = FullLayer.advance_in_place
 
-    def appended(self: FullLayer, keys: mx.array, values: mx.array) -> None:
+    def advance_in_place(self: FullLayer) -> None:
         seen.append(self.rows.width)
-        own(self, keys, values)
+        own(self)
 
-    monkeypatch.setattr(FullLayer, "appended", appended)
+    monkeypatch.setattr(FullLayer, "advance_in_place", advance_in_place)
     return seen
 
 
@@ -97,23 +98,99 @@ def walk(model: nn.Module) -> list[np.ndarray]:
     return seen
 
 
-@pytest.mark.parametrize(("model_type", "dtype"), [("llama", "float32"), ("qwen3", "bfloat16"), ("gemma3", "float32")])
+@pytest.mark.parametrize(
+    ("model_type", "dtype"), [("llama", "float32"), ("qwen2", "float16"), ("qwen3", "bfloat16"), ("gemma3", "float32")]
+)
 def test_appending_in_place_changes_no_bit(
     native: ModuleType, calls: list[int], model_type: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = make(model_type, dtype)
+    """All layers as one operation, layer by layer, and with states that append themselves."""
+    # Qwen 2's projections have biases.
+    monkeypatch.setitem(CONFIGS, "qwen2", CONFIGS["llama"])
+    model: Any = make(model_type, dtype)
     nn.quantize(model, 32, 4, class_predicate=lambda _, m: hasattr(m, "to_quantized") and m.weight.shape[-1] % 32 == 0)
     mx.eval(model.parameters())
     assert "NativeTransformerBlock" in layers.swap(model, native)
-    found = walk(model)
+    apart = walk(model)
     assert {1, 2, 3, 4, 5} <= set(calls)
+    taken = list(calls)
+    found = {"layer by layer": apart}
+    if model_type != "gemma3":
+        assert sum(blocks.swap(model, native).values()) == 1
+        assert blocks.swap(model, native) == {}
+        calls.clear()
+        runs: list[int] = []
+        own = blocks.Run.run
+
+        def run(self: blocks.Run, *args: Any) -> mx.array | None:
+            y = own(self, *args)
+            if y is not None:
+                runs.append(y.shape[1])
+            return y
+
+        monkeypatch.setattr(blocks.Run, "run", run)
+        found["one operation"] = walk(model)
+        # A state's first window has no buffers yet.
+        assert len(runs) * len(model.layers) == len(calls)
+        assert calls == taken
     calls.clear()
-    monkeypatch.setattr(FullLayer, "in_place", lambda self, mask=None: None)
+    monkeypatch.setattr(FullLayer, "in_place", lambda self, mask=None, settled=True: None)
     expected = walk(model)
     assert not calls
-    assert len(found) == len(expected)
-    for mine, theirs in zip(found, expected, strict=True):
-        assert (mine == theirs).all()
+    for name, bits in found.items():
+        assert len(bits) == len(expected)
+        for mine, theirs in zip(bits, expected, strict=True):
+            assert (mine == theirs).all(), name
+
+
+def replace_weight(model: Any) -> None:
+    model.layers[1].mlp.up_proj.weight = model.layers[0].mlp.up_proj.weight
+
+
+def replace_projection(model: Any) -> None:
+    model.layers[1].self_attn.v_proj = model.layers[0].self_attn.v_proj
+
+
+def replace_norm(model: Any) -> None:
+    model.layers[0].post_attention_layernorm = nn.RMSNorm(64, 1e-2)
+
+
+def replace_layer(model: Any) -> None:
+    model.layers[1] = model.layers[0]
+
+
+@pytest.mark.parametrize("change", [replace_weight, replace_projection, replace_norm, replace_layer])
+def test_what_was_replaced_is_seen(native: ModuleType, change: Callable[[Any], None]) -> None:
+    found: list[np.ndarray] = []
+    for is_run in (False, True):
+        model = make("llama", "float32")
+        layers.swap(model, native)
+        if is_run:
+            blocks.swap(model, native)
+        state = new_state_of(model)()
+        mx.eval(forward(model, state, [[1, 2, 3]]), state.arrays())
+        before = bits_of(forward(model, state, [[4, 5]]))
+        state.rollback([2])
+        change(model)
+        found.append(bits_of(forward(model, state, [[4, 5]])))
+        assert (found[-1] != before).any()
+    assert (found[0] == found[1]).all()
+
+
+def test_rows_that_do_not_fit_are_refused(native: ModuleType) -> None:
+    model: Any = make("llama", "float32")
+    layers.swap(model, native)
+    blocks.swap(model, native)
+    run, h = model.model.fused, mx.zeros((1, 1, 64))
+    heads, size = model.args.num_key_value_heads, model.args.head_dim or 64 // model.args.num_attention_heads
+    buffers = [mx.zeros((1, heads, 8, size)) for _ in range(2 * len(model.layers))]
+    for start in (8, -1):
+        with pytest.raises(IndexError, match=f"row 0 ends at {start + 1} of 8 slots"):
+            native.run_blocks(run.blocks, h, [start], buffers, None)
+    assert native.run_blocks(run.blocks, h, [7], buffers, None) is not None
+    assert native.run_blocks(run.blocks, h, [7], buffers[1:], None) is None
+    assert native.run_blocks(run.blocks, h, [7], [mx.zeros((1, heads + 1, 8, size)), *buffers[1:]], None) is None
+    assert native.run_blocks(run.blocks, h, [7], [buffers[0].astype(mx.bfloat16), *buffers[1:]], None) is None
 
 
 def test_masks_that_hide_more_are_not_taken(native: ModuleType, calls: list[int]) -> None:

@@ -134,8 +134,14 @@ def test_reductions_are_dispatched_over_the_last_axis_alone(kernels: ModuleType)
         with dispatch.step():
             mx.softmax(x, axis=-1), mx.logsumexp(x, axis=[1]), mx.argmax(x, axis=1), mx.logsumexp(x[:1], keepdims=True)
             assert taken == ["softmax", "logsumexp", "argmax", "logsumexp"]
+            mx.logsumexp(x[:, None], axis=(1, 2), keepdims=True)
+            assert taken.pop(4) == "logsumexp"
             shapes = [mx.softmax(x).shape, mx.logsumexp(x).shape, mx.logsumexp(x[:1]).shape, mx.argmax(x).shape]
-            assert shapes == [(2, 2048), (), (), ()]
+            shapes += [
+                mx.logsumexp(x[None], axis=(1, 2), keepdims=True).shape,
+                mx.logsumexp(x[:, None], axis=(1, 2)).shape,
+            ]
+            assert shapes == [(2, 2048), (), (), (), (1, 1, 1), (2,)]
             assert mx.softmax(x, axis=0).shape == (2, 2048)
             assert mx.argmax(x[:, :100], axis=-1).shape == (2,)
         assert len(taken) == 4

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import mlx.core as mx
@@ -28,8 +29,21 @@ WARY: Final = 1024
 FEWEST: Final = 32
 """Tokens of the smallest window."""
 
+REMEMBERED: Final = 16
+"""Changes of step or window that are told of."""
+
 Step = Literal["none", "cache", "chunk", "queue"]
 STEPS: Final[tuple[Step, ...]] = ("none", "cache", "chunk", "queue")
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What was entered `at` (monotonic), with so many bytes in use and windows of so many tokens."""
+
+    at: float
+    step: Step
+    used: int
+    chunk: int
 
 
 class Pressure:
@@ -71,6 +85,8 @@ class Pressure:
         self._calm = 0
         self._patience = CALM
         self._since = time.monotonic()
+        self._history: tuple[Change, ...] = ()
+        """The last changes, oldest first; replaced whole, as other threads read it."""
 
     @property
     def release(self) -> int:
@@ -142,6 +158,7 @@ class Pressure:
             self.chunk = max(FEWEST, self.chunk // 2)
         if self.step != "queue":
             self._enter("chunk")
+        self._note()
 
     def _ease(self) -> None:
         if self.step == "queue":
@@ -150,6 +167,7 @@ class Pressure:
             self.chunk = min(self.full, self.chunk * 2)
             if self.chunk == self.full:
                 self._enter("cache")
+            self._note()
         else:
             self._patience = CALM
             self._enter("none")
@@ -161,14 +179,23 @@ class Pressure:
         about = (self.step, step, self.used, self.ceiling, self.chunk)
         log.log(level, "memory: step %s to %s at %d bytes in use, ceiling %d, windows of %d tokens", *about)
         self.step, self._since = step, time.monotonic()
+        self._note()
+
+    def _note(self) -> None:
+        """Remember the step and window, if they are not those of the last change."""
+        last = self._history[-1] if self._history else None
+        if last is None or (last.step, last.chunk) != (self.step, self.chunk):
+            change = Change(time.monotonic(), self.step, self.used, self.chunk)
+            self._history = (*self._history, change)[-REMEMBERED:]
 
     def stats(self) -> dict[str, Any]:
         """As plain JSON values; read on any thread. `level` is the step's number, for graphs."""
+        now = time.monotonic()
         return {
             "enabled": self.enabled,
             "step": self.step,
             "level": STEPS.index(self.step),
-            "step_seconds": time.monotonic() - self._since,
+            "step_seconds": now - self._since,
             "used_bytes": self.used,
             "ceiling_bytes": self.ceiling,
             "release_bytes": self.release,
@@ -179,6 +206,15 @@ class Pressure:
             "chunk_halvings": self.halvings,
             "holds": self.holds,
             "allocation_failures": self.failures,
+            "history": [
+                {
+                    "step": one.step,
+                    "seconds_ago": round(now - one.at, 1),
+                    "used_bytes": one.used,
+                    "chunk_tokens": one.chunk,
+                }
+                for one in self._history
+            ],
         }
 
 

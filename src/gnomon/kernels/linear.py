@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -22,6 +22,7 @@ class Linear:
         self.extension = extension
         tiled = isinstance(layer, Tiled)
         self.held = "tiled_weight" if tiled else "weight"
+        self.arrays = cast("dict[str, mx.array]", layer)
         weight, scales, biases = _packed(layer)
         self.weight = weight
         group, bits = self.form = (0, 0) if scales is None else (layer.group_size, layer.bits)
@@ -51,7 +52,7 @@ class Linear:
 
     def current(self, layer: object) -> bool:
         """Whether `layer` still is what this was made from."""
-        return layer is self.layer and self.layer.get(self.held) is self.weight
+        return layer is self.layer and dict.get(self.arrays, self.held) is self.weight
 
 
 def _packed(layer: nn.Module) -> tuple[mx.array, mx.array | None, mx.array | None]:

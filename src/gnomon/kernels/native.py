@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import psutil
 
-from gnomon.kernels import build, dispatch, layers, operations
+from gnomon.kernels import blocks, build, dispatch, layers, operations
 from gnomon.kernels.cuda import decode, sources
 from gnomon.kernels.cuda import operations as cuda_operations
 
@@ -143,7 +143,8 @@ def prepare(
     extension = _extension
     if not kernels.native or extension is None:
         return kernels
-    return replace(kernels, layers=layers.swap(model, extension, kernels.integer))
+    swapped = layers.swap(model, extension, kernels.integer)
+    return replace(kernels, layers={**swapped, **blocks.swap(model, extension)})
 
 
 def _load(cache: Path, compiler: str | None, progress: Callable[[str], None]) -> tuple[ModuleType, build.Build]:

@@ -46,6 +46,13 @@ def _last(x: mx.array, axis: Axis) -> bool:
     return x.ndim > 0 and axis in (-1, x.ndim - 1) and x.shape[-1] >= LEAST and x.dtype in FLOATS
 
 
+def _others_are_one(x: mx.array, axis: Axis) -> bool:
+    """Whether the last axis is reduced together with others, none of which has more than one entry."""
+    axes = range(x.ndim) if axis is None else (axis,) if isinstance(axis, int) else axis
+    places = {place % x.ndim for place in axes} if x.ndim else set()
+    return x.ndim - 1 in places and all(x.shape[place] == 1 for place in places if place != x.ndim - 1)
+
+
 def _make_softmax(stock: Callable[..., mx.array], extension: ModuleType) -> Callable[..., mx.array]:
     native = extension.softmax
 
@@ -61,9 +68,8 @@ def _make_logsumexp(stock: Callable[..., mx.array], extension: ModuleType) -> Ca
     native = extension.logsumexp
 
     def logsumexp(x: mx.array, /, axis: Axis = None, keepdims: bool = False, *, stream: Any = None) -> mx.array:
-        # mlx-lm reduces a lone row over all of its axes.
-        lone = axis is None and keepdims and x.ndim > 0 and x.size == x.shape[-1]
-        if thread.active and _last(x, -1 if lone else axis):
+        # mlx-lm reduces a lone row over all of its axes, and the sampler rows of a batch over one of size 1 besides.
+        if thread.active and _last(x, -1 if keepdims and _others_are_one(x, axis) else axis):
             return native(x, keepdims, stream)
         return stock(x, axis, keepdims, stream=stream)
 

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from gnomon.serve import sessions
 from gnomon.serve.errors import APIError, show, too_many
 from gnomon.serve.keys import KeyRing
 
@@ -16,16 +17,6 @@ OPEN_PATHS = frozenset({"/health", "/", "/status"})
 """Answered without a key: supervisors need none, and the pages ask for one themselves."""
 OPEN_PREFIX = "/web/"
 """Of the pages' own files."""
-
-
-def is_loopback(host: str) -> bool:
-    """Whether binding `host` is reachable from this machine only. Names other than localhost count as reachable from elsewhere."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 def host_name(header: str) -> str:
@@ -132,6 +123,7 @@ class KeyDoor:
             await refusal.response(scope["path"])(scope, receive, send)
             return
         scope.setdefault("state", {})["key_name"] = name
+        sessions.key_name.set(name)
         use, limit = self.keys.use(name), self.keys.limit
         use.requests += 1
         if scope["method"] != "POST":

@@ -1,132 +1,9 @@
 #include "fused.h"
 #include <array>
-#include "attention.h"
+#include "block.h"
 
 namespace gnomon {
 namespace {
-
-// A norm's weights at evaluation.
-class Normaliser {
- public:
-  Normaliser(const mx::array& w, float eps) : w_(w), type_(type_of(w.dtype())), n_(static_cast<int>(w.size())), eps_(eps) {}
-  // y = norm(x) rounded to `type`; x and y may be the same. The calling thread's weights are widened once by `prepare`.
-  void prepare(const Table& t) {
-    wide_.resize(n_ + 16);
-    t.to_f32(w_.data(), type_, n_, wide_.data());
-  }
-  void apply(const Table& t, const float* x, float* y, Type type) const {
-    t.rms_norm(x, wide_.data(), n_, eps_, y);
-    if (type == F32) return;
-    uint16_t half[512];
-    for (int i = 0; i < n_; i += 512) {
-      const int some = std::min(512, n_ - i);
-      t.from_f32(y + i, type, some, half);
-      t.to_f32(half, type, some, y + i);
-    }
-  }
-
- private:
-  Packed w_;
-  Type type_;
-  int n_;
-  float eps_;
-  std::vector<float> wide_;
-};
-
-// x itself, or its normalised rows in `room` as floats.
-Rows normalised(const Table& t, const Rows& x, std::optional<Normaliser>& norm, Type type, std::vector<float>& room) {
-  if (!norm) return x;
-  norm->prepare(t);
-  room.resize(static_cast<size_t>(x.count) * x.width + 16);
-  split(x.count, x.count * x.width, [&](int64_t from, int64_t end) {
-    for (int64_t i = from; i < end; i++) {
-      float* y = room.data() + i * x.width;
-      norm->apply(t, widen(t, x.row(i), x.type, x.step, x.width, y), y, type);
-    }
-  });
-  Rows y = x;
-  y.data = reinterpret_cast<const char*>(room.data());
-  y.type = F32;
-  y.step = 1;
-  y.even = true;
-  y.pitch = x.width;
-  return y;
-}
-
-// Rows of `out` normalised, then added to the rows of `residual`.
-void finish(const Table& t, char* out, Type type, int64_t rows, int n, std::optional<Normaliser>& norm, const std::optional<Rows>& residual) {
-  if (!norm && !residual) return;
-  if (norm) norm->prepare(t);
-  const int np = (n + 63) / 16 * 16;
-  split(rows, rows * n, [&](int64_t from, int64_t end) {
-    float* room = scratch<1>(2 * np);
-    for (int64_t i = from; i < end; i++) {
-      char* at = out + i * n * static_cast<int64_t>(type_size(type));
-      float* y = type == F32 ? reinterpret_cast<float*>(at) : room;
-      if (type != F32) t.to_f32(at, type, n, y);
-      if (norm) norm->apply(t, y, y, type);
-      if (residual) t.add_rows(widen(t, residual->row(i), residual->type, residual->step, n, room + np), y, n, y);
-      if (type != F32) t.from_f32(y, type, n, at);
-    }
-  });
-}
-
-// Heads of q, k, v: norm, projections, norms per head, rotation.
-struct HeadsWork {
-  Rows x;
-  Type type;
-  std::optional<Normaliser> norm, head_norms[2];
-  std::optional<Packed> offset, freqs;
-  int64_t num_offsets = 0;
-  std::vector<Operands> operands;
-
-  HeadsWork(const mx::array& x, Type type) : x(x), type(type) {}
-  // Position of a row's first token.
-  int32_t start(int64_t row) const { return offset ? starts_[num_offsets == 1 ? 0 : row] : 0; }
-
-  // To `to[0]`, `to[1]`, `to[2]` as [B, L, heads, D] with positions outside heads, as the products write them.
-  void run(const HeadForm& form, int d, int64_t length, char* const* to) {
-    const Table& t = table();
-    std::vector<float> room;
-    const Rows rows = normalised(t, x, norm, type, room);
-    std::vector<Product> products;
-    for (int i = 0; i < 3; i++) {
-      auto& o = operands[i];
-      products.push_back({o.weights(), o.n, to[i], type, o.n});
-      products.back().bias = o.bias();
-    }
-    multiply_rows(rows, products);
-    if (offset) starts_ = reinterpret_cast<const int32_t*>(offset->data());
-    const int h = form.rope_dims / 2;
-    if (!h && !head_norms[0] && !head_norms[1]) return;
-    Angles* turn = h ? &angles(form.rope_dims, form.base, form.scale, freqs ? reinterpret_cast<const float*>(freqs->data()) : nullptr) : nullptr;
-    for (auto& n : head_norms)
-      if (n) n->prepare(t);
-    const size_t size = type_size(type);
-    float* both = scratch<1>(2 * (d + 64));
-    float* other = both + d + 64;
-    for (int64_t i = 0; i < x.count; i++) {
-      const float* cos = turn ? turn->at(start(i / length) + i % length) : nullptr;
-      for (int which = 0; which < 2; which++) {
-        const int count = which ? form.k_heads : form.q_heads;
-        for (int head = 0; head < count; head++) {
-          char* at = to[which] + (i * count + head) * d * static_cast<int64_t>(size);
-          float* y = type == F32 ? reinterpret_cast<float*>(at) : both;
-          if (type != F32) t.to_f32(at, type, d, y);
-          if (head_norms[which]) head_norms[which]->apply(t, y, y, type);
-          if (turn) {
-            t.rotate(y, cos, cos + h, h, form.traditional, other);
-            std::memcpy(y, other, static_cast<size_t>(2 * h) * 4);
-          }
-          if (type != F32) t.from_f32(y, type, d, at);
-        }
-      }
-    }
-  }
-
- private:
-  const int32_t* starts_ = nullptr;
-};
 
 class Heads : public mx::Primitive {
  public:
@@ -136,7 +13,8 @@ class Heads : public mx::Primitive {
   void eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) override { throw std::runtime_error("GnomonHeads runs on the CPU only"); }
   void eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) override {
     size_t next = 1;
-    auto w = take(in, next, type_of(out[0].dtype()));
+    auto w = std::make_shared<HeadsParts>(HeadsParts{form_});
+    auto offset = take(*w, in, next);
     std::array<char*, 3> to;
     for (int i = 0; i < 3; i++) {
       const int64_t h = out[i].shape(1), l = out[i].shape(2), d = out[i].shape(3);
@@ -144,19 +22,33 @@ class Heads : public mx::Primitive {
       to[i] = out[i].data<char>();
     }
     if (in[0].size() == 0) return;
-    dispatch(name(), stream(), [w, to, form = form_, d = out[0].shape(3), length = static_cast<int64_t>(in[0].shape(1))] { w->run(form, d, length, to.data()); });
+    dispatch(name(), stream(), [w, offset, x = Rows(in[0]), to, type = type_of(out[0].dtype()), d = out[0].shape(3), batch = in[0].shape(0), length = static_cast<int64_t>(in[0].shape(1))]() mutable {
+      w->prepare(table());
+      Room room;
+      w->run(x, type, d, length, starts(offset, batch).data(), to.data(), room);
+    });
   }
 
  protected:
-  std::shared_ptr<HeadsWork> take(const std::vector<mx::array>& in, size_t& next, Type type) const {
-    auto w = std::make_shared<HeadsWork>(in[0], type);
-    if (norm_) w->norm.emplace(in[next++], eps_);
-    if (q_norm_) w->head_norms[0].emplace(in[next++], form_.norm_eps);
-    if (k_norm_) w->head_norms[1].emplace(in[next++], form_.norm_eps);
-    if (offset_) w->num_offsets = static_cast<int64_t>(in[next].size()), w->offset.emplace(in[next++]);
-    if (freqs_) w->freqs.emplace(in[next++]);
-    for (int i = 0; i < 3; i++) w->operands.emplace_back(p_[i], in, next);
-    return w;
+  // The parts from a primitive's inputs, and the array of offsets if there is one.
+  std::optional<mx::array> take(HeadsParts& w, const std::vector<mx::array>& in, size_t& next) const {
+    if (norm_) w.norm.emplace(in[next++], eps_);
+    if (q_norm_) w.head_norms[0].emplace(in[next++], form_.norm_eps);
+    if (k_norm_) w.head_norms[1].emplace(in[next++], form_.norm_eps);
+    std::optional<mx::array> offset;
+    if (offset_) offset = in[next++];
+    if (freqs_) w.freqs.emplace(in[next++]);
+    for (auto& p : p_) w.operands.emplace_back(p, in, next);
+    return offset;
+  }
+  // Positions of the rows' first tokens.
+  static std::vector<int32_t> starts(const std::optional<mx::array>& offset, int batch) {
+    std::vector<int32_t> found(batch, 0);
+    if (!offset) return found;
+    Packed packed(*offset);
+    auto* given = reinterpret_cast<const int32_t*>(packed.data());
+    for (int b = 0; b < batch; b++) found[b] = given[offset->size() == 1 ? 0 : b];
+    return found;
   }
   HeadForm form_;
   std::vector<Projection> p_;
@@ -175,19 +67,17 @@ class AttentionLayer : public Heads {
   const char* name() const override { return "GnomonAttentionLayer"; }
   void eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) override {
     struct Work {
-      std::shared_ptr<HeadsWork> heads;
-      std::optional<Operands> o;
-      std::optional<Normaliser> after;
+      AttentionParts parts;
+      std::optional<mx::array> offset;
       std::optional<Rows> residual;
       std::shared_ptr<mx::array::Data> held[2];  // until the step has run
-      char* buffer[2];
+      Buffers buffers;
     };
-    const Type type = type_of(out[0].dtype());
-    auto w = std::make_shared<Work>();
+    auto w = std::make_shared<Work>(Work{{{form_}}, {}, {}, {}, {}});
     size_t next = 1;
-    w->heads = take(in, next, type);
-    w->o.emplace(p_[3], in, next);
-    if (after_) w->after.emplace(in[next++], after_eps_);
+    w->offset = take(w->parts, in, next);
+    w->parts.scale = scale_;
+    if (after_) w->parts.after.emplace(in[next++], after_eps_);
     if (residual_) w->residual.emplace(in[next++]);
     allocate(out[0]);
     for (int i = 0; i < 2; i++) {
@@ -195,52 +85,14 @@ class AttentionLayer : public Heads {
       if (!buffer.flags().row_contiguous) throw std::invalid_argument("buffers of keys and values must be contiguous to be appended to in place");
       out[1 + i].copy_shared_buffer(buffer);
       w->held[i] = out[1 + i].data_shared_ptr();
-      w->buffer[i] = out[1 + i].data<char>();
+      w->buffers.data[i] = out[1 + i].data<char>();
     }
+    w->buffers.slots = out[1].shape(2);
     if (in[0].size() == 0) return;
-    dispatch(name(), stream(), [w, to = out[0].data<char>(), type, form = form_, scale = scale_, batch = in[0].shape(0), length = in[0].shape(1), slots = out[1].shape(2), d = out[1].shape(3),
-                        dv = out[2].shape(3)] {
-      const Table& t = table();
-      const int64_t size = static_cast<int64_t>(type_size(type)), count = static_cast<int64_t>(batch) * length;
-      const int64_t wide[4] = {static_cast<int64_t>(form.q_heads) * d, static_cast<int64_t>(form.k_heads) * d, static_cast<int64_t>(form.k_heads) * dv, static_cast<int64_t>(form.q_heads) * dv};
-      std::vector<char> room(static_cast<size_t>(count * (wide[0] + wide[1] + wide[2] + wide[3]) * size) + 64);
-      char* at[4] = {room.data()};
-      for (int i = 0; i < 3; i++) at[i + 1] = at[i] + count * wide[i] * size;
-      w->heads->run(form, d, length, at);
-      std::vector<int32_t> starts(batch);
-      int end = 0;
-      for (int b = 0; b < batch; b++) {
-        starts[b] = w->heads->start(b);
-        if (starts[b] < 0 || starts[b] + length > slots)
-          throw std::out_of_range("row " + std::to_string(b) + " ends at " + std::to_string(starts[b] + length) + " of " + std::to_string(slots) + " slots");
-        end = std::max(end, starts[b] + length);
-        for (int i = 0; i < 2; i++) {
-          const int64_t bytes = (i ? dv : d) * size;
-          for (int l = 0; l < length; l++)
-            for (int h = 0; h < form.k_heads; h++)
-              std::memcpy(w->buffer[i] + ((static_cast<int64_t>(b) * form.k_heads + h) * slots + starts[b] + l) * bytes, at[1 + i] + ((static_cast<int64_t>(b) * length + l) * form.k_heads + h) * bytes,
-                          static_cast<size_t>(bytes));
-        }
-      }
-      AttentionJob j{Head(at[0], type, length * wide[0], d, wide[0]), Head(w->buffer[0], type, static_cast<int64_t>(form.k_heads) * slots * d, static_cast<int64_t>(slots) * d, d),
-                     Head(w->buffer[1], type, static_cast<int64_t>(form.k_heads) * slots * dv, static_cast<int64_t>(slots) * dv, dv), batch, form.q_heads, form.k_heads, length, end, d, dv, scale,
-                     MASK_CAUSAL, 0};
-      j.starts = starts.data();
-      j.out = at[3];
-      j.out_type = type;
-      attend(j);
-      Rows y = w->heads->x;
-      y.data = at[3];
-      y.type = type;
-      y.width = static_cast<int>(wide[3]);
-      y.step = 1;
-      y.even = true;
-      y.pitch = wide[3];
-      std::vector<Product> products;
-      products.push_back({w->o->weights(), w->o->n, to, type, w->o->n});
-      products.back().bias = w->o->bias();
-      multiply_rows(y, products);
-      finish(t, to, type, count, w->o->n, w->after, w->residual);
+    dispatch(name(), stream(), [w, x = Rows(in[0]), to = out[0].data<char>(), type = type_of(out[0].dtype()), batch = in[0].shape(0), length = static_cast<int64_t>(in[0].shape(1))] {
+      w->parts.prepare(table());
+      Room room;
+      w->parts.attend_rows(x, type, batch, length, starts(w->offset, batch).data(), w->buffers, w->residual, to, room);
     });
   }
 
@@ -272,6 +124,7 @@ class Project : public Native {
       products.push_back({w->operands->weights(), w->operands->n, to, type, w->operands->n});
       products.back().bias = w->operands->bias();
       multiply_rows(w->x, products);
+      if (w->norm) w->norm->prepare(table());
       finish(table(), to, type, w->x.count, w->operands->n, w->norm, w->residual);
     });
   }
@@ -291,39 +144,16 @@ class GatedMlp : public Native {
     allocate(out);
     if (out.size() == 0) return;
     size_t next = 1;
-    struct Work {
-      Rows x;
-      std::optional<Normaliser> before, after;
-      std::vector<Operands> operands;
-    };
-    auto w = std::make_shared<Work>(Work{Rows(in[0]), {}, {}, {}});
+    auto w = std::make_shared<MlpParts>();
+    w->activation = activation_;
+    w->residual = residual_;
     if (before_) w->before.emplace(in[next++], before_eps_);
     if (after_) w->after.emplace(in[next++], after_eps_);
     for (auto& p : p_) w->operands.emplace_back(p, in, next);
-    dispatch(name(), stream(), [w, to = out.data<char>(), type = type_of(out.dtype()), activation = activation_, residual = residual_] {
-      const Table& t = table();
-      std::vector<float> room;
-      const Rows x = normalised(t, w->x, w->before, type, room);
-      auto &gate = w->operands[0], &up = w->operands[1], &down = w->operands[2];
-      std::vector<char> hidden(static_cast<size_t>(x.count) * gate.n * type_size(type) + 64);
-      std::vector<Product> first, second;
-      first.push_back({gate.weights(), gate.n, hidden.data(), type, gate.n});
-      first.back().bias = gate.bias();
-      first.back().up = up.weights();
-      first.back().up_bias = up.bias();
-      first.back().activation = activation;
-      multiply_rows(x, first);
-      Rows h = x;
-      h.data = hidden.data();
-      h.type = type;
-      h.width = gate.n;
-      h.step = 1;
-      h.even = true;
-      h.pitch = gate.n;
-      second.push_back({down.weights(), down.n, to, type, down.n});
-      second.back().bias = down.bias();
-      multiply_rows(h, second);
-      finish(t, to, type, x.count, down.n, w->after, residual ? std::optional<Rows>(w->x) : std::nullopt);
+    dispatch(name(), stream(), [w, x = Rows(in[0]), to = out.data<char>(), type = type_of(out.dtype())] {
+      w->prepare(table());
+      Room room;
+      w->run(x, type, to, room);
     });
   }
 

@@ -14,6 +14,7 @@ const bytes = (value) => {
   for (const [unit, size] of [["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10]]) if (value >= size) return `${number(value / size, 1)} ${unit}`;
   return `${value} B`;
 };
+const duration = (seconds) => (seconds == null ? "–" : seconds < 120 ? `${number(seconds)} s` : seconds < 7200 ? `${number(seconds / 60)} min` : `${number(seconds / 3600, 1)} h`);
 const share = (part, whole) => (whole ? `${number((100 * part) / whole)} %` : "–");
 
 function figures(id, pairs) {
@@ -82,12 +83,33 @@ function show(stats) {
   const most = Math.max(admission.usable_bytes ?? 0, ...sources.map(([, value]) => value), 1);
   $("memory").replaceChildren(...[["weights", admission.weights_bytes], ["rows' states", batch.kv_bytes], ["prefix cache", cache.bytes], ...sources].filter(([, value]) => value != null).map(([name, value]) =>
     el("div.meter", {}, el("div", {}, el("span", {}, name.replaceAll("_", " ")), el("span", {}, bytes(value))), el("progress", { max: most, value, "aria-label": name.replaceAll("_", " ") }))));
+  pressure(stats.memory_pressure);
   figures("speculation", [["proposed", number(proposals.proposed)], ["accepted", number(proposals.accepted)], ["acceptance", share(proposals.accepted, proposals.proposed)], ["windows", number(stats.steps?.windows)]]);
   $("all").textContent = JSON.stringify(stats, null, 2);
 }
 
+const STEPS = { none: "nothing gives way", cache: "the cache gives way", chunk: "prefill windows are smaller", queue: "requests wait their turn" };
+
+/** What gave way when memory ran short, and when. */
+function pressure(about) {
+  if (!about) return $("pressure").replaceChildren(el("div", {}, el("dt", {}, "step"), el("dd", {}, "–")));
+  figures("pressure", [
+    ["step", STEPS[about.step] ?? about.step],
+    ["for", duration(about.step_seconds)],
+    ["in use", `${bytes(about.used_bytes)} of ${bytes(about.ceiling_bytes)}`],
+    ["prefill windows", `${number(about.chunk_tokens)} of ${number(about.full_chunk_tokens)} tokens`],
+    ["cache given up", `${bytes(about.reclaimed_bytes)} in ${number(about.reclaims)}`],
+    ["windows halved", number(about.chunk_halvings)],
+    ["doors closed", number(about.holds)],
+    ["allocations failed", number(about.allocation_failures)],
+  ]);
+  const steps = (about.history ?? []).slice(-8).reverse();
+  $("steps").replaceChildren(...(steps.length ? steps.map((one) => el("li", {}, `${duration(one.seconds_ago)} ago: ${STEPS[one.step] ?? one.step}, windows of ${number(one.chunk_tokens)} tokens, at ${bytes(one.used_bytes)}`)) : [el("li", {}, about.enabled ? "none" : "none: --no-memory-steps leaves only the cache to give way")]));
+}
+
 function explain(miss) {
-  const sides = miss.stored != null || miss.asked != null ? `: stored ${JSON.stringify(miss.stored)}, asked ${JSON.stringify(miss.asked)}` : "";
+  // With several keys the words are not told.
+  const sides = miss.stored != null || miss.prompt != null ? `: stored ${JSON.stringify(miss.stored)}, asked ${JSON.stringify(miss.prompt)}` : "";
   return `${miss.kind} at token ${miss.position}${sides}`;
 }
 

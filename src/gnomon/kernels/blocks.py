@@ -1,0 +1,168 @@
+"""All blocks of a model as one operation of a step, where every layer's state is plain keys and values.
+
+    embed            1
+    run_blocks       for all layers: the attention layer and the MLP of `layers`, with the same bits
+    norm, head       2
+
+The operation holds the weights; a step gives it the hidden state, the rows' positions and the buffers of keys and values. So building and
+scheduling a step no longer costs two primitives of some twenty inputs for each layer. A step that it can't take (the first tokens of a
+state, other states, weights or layers that were replaced) goes layer by layer.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from operator import is_
+from types import ModuleType
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from gnomon.kernels.dispatch import thread
+from gnomon.kernels.layers import Block, Linear, Norm
+
+MODELS = (("llama", "LlamaModel"), ("qwen2", "Qwen2Model"), ("qwen3", "Qwen3Model"))
+"""Modules of mlx-lm and their classes that embed, mask, go through `layers`, and norm."""
+
+
+class Run:
+    """The blocks of one model, prepared once."""
+
+    def __init__(self, layers: Sequence[Any], extension: ModuleType) -> None:
+        """`layers` are swapped blocks that `covers` took."""
+        self.extension = extension
+        self.dtype: mx.Dtype = layers[0].fused.mlp.dtype
+        self.blocks = extension.Blocks()
+        watched: list[tuple[Any, str, object]] = []
+        for layer in layers:
+            self._add(layer, watched)
+        self.layers = list(layers)
+        self._types = [type(layer) for layer in layers]
+        self._owners = [owner for owner, _, _ in watched]
+        self._names = [name for _, name, _ in watched]
+        self._parts = [part for _, _, part in watched]
+
+    @staticmethod
+    def covers(layers: Sequence[Any]) -> bool:
+        """Whether all are swapped blocks of one type whose attention appends in place."""
+        found = (getattr(layer, "fused", None) for layer in layers)
+        blocks = [block for block in found if isinstance(block, Block) and block.attention.rotation is not None]
+        return 0 < len(blocks) == len(layers) and len({block.mlp.dtype for block in blocks}) == 1
+
+    def _add(self, layer: Any, watched: list[tuple[Any, str, object]]) -> None:
+        block: Block = layer.fused
+        own, mlp, norms = block.attention, block.mlp, block.norms
+        rotation = own.rotation
+        if rotation is None:
+            raise ValueError("an attention without a rotation of its own doesn't append in place")
+        before, before_mlp = norms[0][1], norms[2 if block.after else 1][1]
+        after, after_mlp = (norms[1][1], norms[3][1]) if block.after else (None, None)
+
+        def pair(norm: Norm | None) -> tuple[mx.array | None, float]:
+            return (None, 0.0) if norm is None else (norm.weight, norm.eps)
+
+        self.blocks.add(
+            *pair(before),
+            own.q.projection,
+            own.k.projection,
+            own.v.projection,
+            own.o.projection,
+            pair(own.q_norm)[0],
+            pair(own.k_norm)[0],
+            own.form,
+            rotation.freqs,
+            layer.self_attn.scale,
+            *pair(after),
+            *pair(before_mlp),
+            mlp.gate.projection,
+            mlp.up.projection,
+            mlp.down.projection,
+            mlp.activation,
+            *pair(after_mlp),
+        )
+        watched += [(layer, "self_attn", layer.self_attn), (layer, "mlp", layer.mlp)]
+        linears: list[tuple[Any, str, Linear]] = [
+            (layer.self_attn, f"{name}_proj", getattr(own, name)) for name in ("q", "k", "v", "o")
+        ]
+        linears += [(layer.mlp, f"{name}_proj", getattr(mlp, name)) for name in ("gate", "up", "down")]
+        normed: list[tuple[Any, str, Norm]] = [(layer, name, norm) for name, norm in norms]
+        normed += [
+            (layer.self_attn, name, norm)
+            for name, norm in (("q_norm", own.q_norm), ("k_norm", own.k_norm))
+            if norm is not None
+        ]
+        for owner, name, linear in linears:
+            watched += [(owner, name, linear.layer), (linear.layer, "weight", linear.weight)]
+        for owner, name, norm in normed:
+            watched += [(owner, name, norm.layer), (norm.layer, "weight", norm.source)]
+
+    def is_current(self, layers: Sequence[nn.Module]) -> bool:
+        """Whether a model's layers, their parts and weights still are what this was made from."""
+        return (
+            len(layers) == len(self.layers)
+            and all(map(is_, layers, self.layers))
+            and all(map(is_, map(type, layers), self._types))
+            and all(map(is_, map(dict.get, self._owners, self._names), self._parts))
+        )
+
+    def run(self, layers: Sequence[nn.Module], h: mx.array, caches: Sequence[Any]) -> mx.array | None:
+        """What the layers make of the hidden state `[B, width, K]`, their states having appended the window; None if it can't be taken."""
+        if h.ndim != 3 or h.dtype != self.dtype or len(caches) != len(self.layers):
+            return None
+        buffers: list[mx.array] = []
+        for cache in caches:
+            # A state of this kind hides later positions and no others.
+            pair = cache.in_place("causal", settled=False) if hasattr(cache, "appends") else None
+            if pair is None:
+                return None
+            buffers += pair
+        if not self.is_current(layers):
+            return None
+        before = caches[0].appending
+        if any(cache.appending is not before for cache in caches):
+            # Some were copied since: each says for itself what it waits for.
+            buffers, before = [array for cache in caches for array in cache.in_place("causal")], None
+        made = self.extension.run_blocks(self.blocks, h, caches[0].rows.lengths, buffers, before)
+        if made is None:
+            return None
+        y, appending = made
+        for cache in caches:
+            cache.appends(appending)
+        return y
+
+
+def _forward(own: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    def __call__(self: Any, inputs: mx.array, cache: Any = None, input_embeddings: mx.array | None = None) -> mx.array:
+        if thread.active and cache is not None:
+            h = self.embed_tokens(inputs) if input_embeddings is None else input_embeddings
+            y = self.fused.run(self.layers, h, cache)
+            if y is not None:
+                return self.norm(y)
+            return own(self, inputs, cache, h)
+        return own(self, inputs, cache, input_embeddings)
+
+    return __call__
+
+
+_classes: dict[type, type] = {}
+
+
+def swap(model: nn.Module, extension: ModuleType) -> dict[str, int]:
+    """Let models within `model` whose layers were all swapped run them as one operation, in place. Returns how many of each class."""
+    known = {getattr(importlib.import_module(f"mlx_lm.models.{module}"), name) for module, name in MODELS}
+    found: dict[str, int] = {}
+    for inner in [module for _, module in model.named_modules()]:
+        own: Any = type(inner)
+        if own not in known or getattr(inner, "pipeline_size", 1) > 1 or not Run.covers(inner.layers):
+            continue
+        native = _classes.get(own)
+        if native is None:
+            body = {"__call__": _forward(own.__call__), "__module__": own.__module__}
+            native = _classes[own] = type(f"Native{own.__name__}", (own,), body)
+        run = Run(inner.layers, extension)
+        inner.__class__ = native
+        object.__setattr__(inner, "fused", run)
+        found[native.__name__] = found.get(native.__name__, 0) + 1
+    return found

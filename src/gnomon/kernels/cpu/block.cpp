@@ -1,0 +1,289 @@
+#include "block.h"
+#include <string>
+#include "attention.h"
+
+namespace gnomon {
+
+void Normaliser::prepare(const Table& t) {
+  wide_.resize(n_ + 16);
+  t.to_f32(w_.data(), type_, n_, wide_.data());
+}
+void Normaliser::apply(const Table& t, const float* x, float* y, Type type) const {
+  t.rms_norm(x, wide_.data(), n_, eps_, y);
+  if (type == F32) return;
+  uint16_t half[512];
+  for (int i = 0; i < n_; i += 512) {
+    const int some = std::min(512, n_ - i);
+    t.from_f32(y + i, type, some, half);
+    t.to_f32(half, type, some, y + i);
+  }
+}
+
+Product Ready::product(char* out, Type type) const {
+  Product p{w, n, out, type, n};
+  p.bias = bias;
+  return p;
+}
+
+Rows dense_rows(const Rows& like, const char* data, Type type, int width) {
+  Rows y = like;
+  y.data = data;
+  y.type = type;
+  y.width = width;
+  y.step = 1;
+  y.even = true;
+  y.pitch = width;
+  return y;
+}
+
+Rows normalised(const Table& t, const Rows& x, const std::optional<Normaliser>& norm, Type type, std::vector<float>& room) {
+  if (!norm) return x;
+  room.resize(std::max(room.size(), static_cast<size_t>(x.count) * x.width + 16));
+  split(x.count, x.count * x.width, [&](int64_t from, int64_t end) {
+    for (int64_t i = from; i < end; i++) {
+      float* y = room.data() + i * x.width;
+      norm->apply(t, widen(t, x.row(i), x.type, x.step, x.width, y), y, type);
+    }
+  });
+  return dense_rows(x, reinterpret_cast<const char*>(room.data()), F32, x.width);
+}
+
+void finish(const Table& t, char* out, Type type, int64_t rows, int n, const std::optional<Normaliser>& norm, const std::optional<Rows>& residual) {
+  if (!norm && !residual) return;
+  const int np = (n + 63) / 16 * 16;
+  split(rows, rows * n, [&](int64_t from, int64_t end) {
+    float* room = scratch<1>(2 * np);
+    for (int64_t i = from; i < end; i++) {
+      char* at = out + i * n * static_cast<int64_t>(type_size(type));
+      float* y = type == F32 ? reinterpret_cast<float*>(at) : room;
+      if (type != F32) t.to_f32(at, type, n, y);
+      if (norm) norm->apply(t, y, y, type);
+      if (residual) t.add_rows(widen(t, residual->row(i), residual->type, residual->step, n, room + np), y, n, y);
+      if (type != F32) t.from_f32(y, type, n, at);
+    }
+  });
+}
+
+namespace {
+void get_ready(std::vector<Operands>& operands, std::vector<Ready>& ready) {
+  ready.clear();
+  for (auto& o : operands) ready.push_back({o.weights(), o.bias(), o.n});
+}
+}  // namespace
+
+void HeadsParts::prepare(const Table& t) {
+  for (auto* n : {&norm, &head_norms[0], &head_norms[1]})
+    if (*n) (*n)->prepare(t);
+  if (freqs) waves = reinterpret_cast<const float*>(freqs->data());
+  get_ready(operands, ready);
+}
+
+void HeadsParts::run(const Rows& x, Type type, int d, int64_t length, const int32_t* starts, char* const* to, Room& room) const {
+  const Table& t = table();
+  const Rows rows = normalised(t, x, norm, type, room.normed);
+  std::vector<Product> products;
+  for (int i = 0; i < 3; i++) products.push_back(ready[i].product(to[i], type));
+  multiply_rows(rows, products);
+  const int h = form.rope_dims / 2;
+  if (!h && !head_norms[0] && !head_norms[1]) return;
+  Angles* turn = h ? &angles(form.rope_dims, form.base, form.scale, waves) : nullptr;
+  const size_t size = type_size(type);
+  float* both = scratch<1>(2 * (d + 64));
+  float* other = both + d + 64;
+  for (int64_t i = 0; i < x.count; i++) {
+    const float* cos = turn ? turn->at(starts[i / length] + i % length) : nullptr;
+    for (int which = 0; which < 2; which++) {
+      const int count = which ? form.k_heads : form.q_heads;
+      for (int head = 0; head < count; head++) {
+        char* at = to[which] + (i * count + head) * d * static_cast<int64_t>(size);
+        float* y = type == F32 ? reinterpret_cast<float*>(at) : both;
+        if (type != F32) t.to_f32(at, type, d, y);
+        if (head_norms[which]) head_norms[which]->apply(t, y, y, type);
+        if (turn) {
+          t.rotate(y, cos, cos + h, h, form.traditional, other);
+          std::memcpy(y, other, static_cast<size_t>(2 * h) * 4);
+        }
+        if (type != F32) t.from_f32(y, type, d, at);
+      }
+    }
+  }
+}
+
+void AttentionParts::prepare(const Table& t) {
+  HeadsParts::prepare(t);
+  if (after) after->prepare(t);
+}
+
+void AttentionParts::attend_rows(const Rows& x, Type type, int batch, int64_t length, const int32_t* starts, const Buffers& buffers, const std::optional<Rows>& residual, char* to,
+                                 Room& room) const {
+  const Table& t = table();
+  const int dk = d(), dvs = dv();
+  const int64_t size = static_cast<int64_t>(type_size(type)), count = batch * length, slots = buffers.slots;
+  const int64_t wide[4] = {static_cast<int64_t>(form.q_heads) * dk, static_cast<int64_t>(form.k_heads) * dk, static_cast<int64_t>(form.k_heads) * dvs, static_cast<int64_t>(form.q_heads) * dvs};
+  room.wide.resize(std::max(room.wide.size(), static_cast<size_t>(count * (wide[0] + wide[1] + wide[2] + wide[3]) * size) + 64));
+  char* at[4] = {room.wide.data()};
+  for (int i = 0; i < 3; i++) at[i + 1] = at[i] + count * wide[i] * size;
+  run(x, type, dk, length, starts, at, room);
+  int end = 0;
+  for (int b = 0; b < batch; b++) {
+    if (starts[b] < 0 || starts[b] + length > slots)
+      throw std::out_of_range("row " + std::to_string(b) + " ends at " + std::to_string(starts[b] + length) + " of " + std::to_string(slots) + " slots");
+    end = std::max(end, starts[b] + static_cast<int>(length));
+    for (int i = 0; i < 2; i++) {
+      const int64_t bytes = (i ? dvs : dk) * size;
+      for (int64_t l = 0; l < length; l++)
+        for (int h = 0; h < form.k_heads; h++)
+          std::memcpy(buffers.data[i] + ((static_cast<int64_t>(b) * form.k_heads + h) * slots + starts[b] + l) * bytes, at[1 + i] + ((b * length + l) * form.k_heads + h) * bytes,
+                      static_cast<size_t>(bytes));
+    }
+  }
+  AttentionJob j{Head(at[0], type, length * wide[0], dk, wide[0]), Head(buffers.data[0], type, form.k_heads * slots * dk, slots * dk, dk),
+                 Head(buffers.data[1], type, form.k_heads * slots * dvs, slots * dvs, dvs), batch, form.q_heads, form.k_heads, static_cast<int>(length), end, dk, dvs, scale, MASK_CAUSAL, 0};
+  j.starts = starts;
+  j.out = at[3];
+  j.out_type = type;
+  attend(j);
+  std::vector<Product> products{ready[3].product(to, type)};
+  multiply_rows(dense_rows(x, at[3], type, static_cast<int>(wide[3])), products);
+  finish(t, to, type, count, ready[3].n, after, residual);
+}
+
+void MlpParts::prepare(const Table& t) {
+  if (before) before->prepare(t);
+  if (after) after->prepare(t);
+  get_ready(operands, ready);
+}
+
+void MlpParts::run(const Rows& given, Type type, char* to, Room& room) const {
+  const Table& t = table();
+  const Rows x = normalised(t, given, before, type, room.normed);
+  const auto &gate = ready[0], &up = ready[1], &down = ready[2];
+  room.wide.resize(std::max(room.wide.size(), static_cast<size_t>(x.count) * gate.n * type_size(type) + 64));
+  std::vector<Product> products{gate.product(room.wide.data(), type)};
+  products.back().up = up.w;
+  products.back().up_bias = up.bias;
+  products.back().activation = activation;
+  multiply_rows(x, products);
+  std::vector<Product> second{down.product(to, type)};
+  multiply_rows(dense_rows(x, room.wide.data(), type, gate.n), second);
+  finish(t, to, type, x.count, down.n, after, residual ? std::optional<Rows>(given) : std::nullopt);
+}
+
+void Blocks::add(const std::optional<mx::array>& norm, float eps, const Projection& q, const Projection& k, const Projection& v, const Projection& o, const std::optional<mx::array>& q_norm,
+                 const std::optional<mx::array>& k_norm, const HeadForm& form, const std::optional<mx::array>& freqs, float scale, const std::optional<mx::array>& after, float after_eps,
+                 const std::optional<mx::array>& mlp_norm, float mlp_eps, const Projection& gate, const Projection& up, const Projection& down, int activation,
+                 const std::optional<mx::array>& mlp_after, float mlp_after_eps) {
+  std::vector<mx::array> weights;
+  for (auto* p : {&q, &k, &v, &o, &gate, &up, &down}) p->push(weights);
+  std::vector<mx::array> needed = weights;
+  for (auto* a : {&norm, &q_norm, &k_norm, &after, &mlp_norm, &mlp_after})
+    if (*a) needed.push_back(**a);
+  std::optional<mx::array> waves;
+  if (freqs) needed.push_back(waves.emplace(mx::astype(*freqs, mx::float32)));
+  mx::eval(needed);
+  auto made = std::make_shared<Block>(Block{down.outputs(), {{form}}, {}});
+  auto &a = made->attention;
+  auto &m = made->mlp;
+  auto set = [](std::optional<Normaliser>& to, const std::optional<mx::array>& w, float e) {
+    if (w) to.emplace(*w, e);
+  };
+  set(a.norm, norm, eps);
+  set(a.head_norms[0], q_norm, form.norm_eps);
+  set(a.head_norms[1], k_norm, form.norm_eps);
+  set(a.after, after, after_eps);
+  set(m.before, mlp_norm, mlp_eps);
+  set(m.after, mlp_after, mlp_after_eps);
+  if (waves) a.freqs.emplace(*waves);
+  a.scale = scale;
+  m.activation = static_cast<Activation>(activation);
+  m.residual = true;
+  size_t next = 0;
+  for (auto* p : {&q, &k, &v, &o}) a.operands.emplace_back(*p, weights, next);
+  for (auto* p : {&gate, &up, &down}) m.operands.emplace_back(*p, weights, next);
+  a.prepare(table());
+  m.prepare(table());
+  all.push_back(std::move(made));
+}
+
+namespace {
+class RunBlocks : public mx::Primitive {
+ public:
+  RunBlocks(mx::Stream s, Blocks blocks, std::vector<int32_t> starts) : Primitive(s), blocks_(std::move(blocks)), starts_(std::move(starts)) {}
+  const char* name() const override { return "GnomonBlocks"; }
+  void eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) override { throw std::runtime_error("GnomonBlocks runs on the CPU only"); }
+  // inputs: x, then keys and values by turns, then what is waited for; outputs: y, and one byte
+  void eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) override {
+    struct Work {
+      Blocks blocks;
+      std::vector<int32_t> starts;
+      Rows x;
+      std::vector<Buffers> buffers;
+      std::vector<std::shared_ptr<mx::array::Data>> held;  // until the step has run
+    };
+    auto w = std::make_shared<Work>(Work{blocks_, starts_, Rows(in[0]), {}, {}});
+    for (auto& o : out) allocate(o);
+    *out[1].data<uint8_t>() = 1;
+    for (size_t i = 0; i < blocks_.all.size(); i++) {
+      Buffers& both = w->buffers.emplace_back();
+      both.slots = in[1 + 2 * i].shape(2);
+      for (int j = 0; j < 2; j++) {
+        const size_t n = 1 + 2 * i + j;
+        if (!in[n].flags().row_contiguous) throw std::invalid_argument("buffers of keys and values must be contiguous to be appended to in place");
+        w->held.push_back(in[n].data_shared_ptr());
+        both.data[j] = const_cast<char*>(in[n].data<char>());
+      }
+    }
+    if (in[0].size() == 0) return;
+    mx::cpu::get_command_encoder(stream()).dispatch([w, to = out[0].data<char>(), type = type_of(out[0].dtype()), batch = in[0].shape(0), length = static_cast<int64_t>(in[0].shape(1))] {
+      const bool timed = profiling();
+      double begun = timed ? cpu_seconds() : 0;
+      auto lap = [&](const char* name) {
+        if (!timed) return;
+        const double now = cpu_seconds();
+        add_seconds(name, now - begun);
+        begun = now;
+      };
+      Room room;
+      Rows x = w->x;
+      const size_t bytes = static_cast<size_t>(x.count) * x.width * type_size(type) + 64;
+      std::vector<char> middle(bytes), after(bytes);
+      for (size_t i = 0; i < w->blocks.all.size(); i++) {
+        const Block& b = *w->blocks.all[i];
+        b.attention.attend_rows(x, type, batch, length, w->starts.data(), w->buffers[i], x, middle.data(), room);
+        lap("GnomonAttentionLayer");
+        char* y = i + 1 == w->blocks.all.size() ? to : after.data();
+        b.mlp.run(dense_rows(x, middle.data(), type, b.outputs), type, y, room);
+        x = dense_rows(x, y, type, b.outputs);
+        lap("GnomonGatedMlp");
+      }
+    });
+  }
+
+ private:
+  Blocks blocks_;
+  std::vector<int32_t> starts_;
+};
+}  // namespace
+
+std::optional<std::pair<mx::array, mx::array>> run_blocks(const Blocks& blocks, const mx::array& x, const std::vector<int>& starts, const std::vector<mx::array>& buffers,
+                                                          const std::optional<mx::array>& before, mx::StreamOrDevice s) {
+  if (buffers.size() != 2 * blocks.all.size() || x.ndim() != 3 || starts.size() != static_cast<size_t>(x.shape(0))) return std::nullopt;
+  for (size_t i = 0; i < buffers.size(); i++) {
+    const auto& b = buffers[i];
+    const AttentionParts& a = blocks.all[i / 2]->attention;
+    if (b.dtype() != x.dtype() || b.ndim() != 4 || b.shape(0) < x.shape(0) || b.shape(1) != a.form.k_heads || b.shape(3) != (i % 2 ? a.dv() : a.d()) || b.shape(2) != buffers[i / 2 * 2].shape(2))
+      return std::nullopt;
+    for (size_t row = 0; row < starts.size(); row++)
+      if (starts[row] < 0 || starts[row] + x.shape(1) > b.shape(2))
+        throw std::out_of_range("row " + std::to_string(row) + " ends at " + std::to_string(starts[row] + x.shape(1)) + " of " + std::to_string(b.shape(2)) + " slots");
+  }
+  std::vector<mx::array> in;
+  in.reserve(2 + buffers.size());
+  in.push_back(x);
+  in.insert(in.end(), buffers.begin(), buffers.end());
+  if (before) in.push_back(*before);
+  auto p = std::make_shared<RunBlocks>(mx::to_stream(s), blocks, std::vector<int32_t>(starts.begin(), starts.end()));
+  auto made = mx::array::make_arrays({x.shape(), {1}}, {x.dtype(), mx::uint8}, p, in);
+  return std::pair(made[0], made[1]);
+}
+}  // namespace gnomon

@@ -1,0 +1,111 @@
+// What a transformer block computes, over memory: fused primitives and runs of blocks share it, so they give the same bits.
+#pragma once
+#include <optional>
+#include "fused.h"
+
+namespace gnomon {
+
+// An RMS norm. `prepare` widens its weights, which must be computed by then.
+class Normaliser {
+ public:
+  Normaliser(const mx::array& w, float eps) : w_(w), type_(type_of(w.dtype())), n_(static_cast<int>(w.size())), eps_(eps) {}
+  void prepare(const Table& t);
+  // y = norm(x) rounded to `type`; x and y may be the same.
+  void apply(const Table& t, const float* x, float* y, Type type) const;
+
+ private:
+  Packed w_;
+  Type type_;
+  int n_;
+  float eps_;
+  std::vector<float> wide_;
+};
+
+// A linear map's weights where they lie.
+struct Ready {
+  Weights w;
+  const float* bias;
+  int n;
+  Product product(char* out, Type type) const;
+};
+
+// Memory that the layers of one step use one after the other.
+struct Room {
+  std::vector<float> normed;
+  std::vector<char> wide;
+};
+
+// The rows at `data`, `width` values each, as many as `like` has.
+Rows dense_rows(const Rows& like, const char* data, Type type, int width);
+// x itself, or its normalised rows in `room` as floats.
+Rows normalised(const Table& t, const Rows& x, const std::optional<Normaliser>& norm, Type type, std::vector<float>& room);
+// Rows of `out` normalised, then added to the rows of `residual`.
+void finish(const Table& t, char* out, Type type, int64_t rows, int n, const std::optional<Normaliser>& norm, const std::optional<Rows>& residual);
+
+// Heads of q, k, v: norm, projections, norms per head, rotation. After `prepare` it changes no more.
+struct HeadsParts {
+  HeadForm form;
+  std::optional<Normaliser> norm, head_norms[2];
+  std::optional<Packed> freqs;
+  std::vector<Operands> operands;
+  std::vector<Ready> ready;
+
+  void prepare(const Table& t);
+  // To `to[0]`, `to[1]`, `to[2]` as [B, L, heads, D] with positions outside heads, as the products write them. Row b starts at position starts[b].
+  void run(const Rows& x, Type type, int d, int64_t length, const int32_t* starts, char* const* to, Room& room) const;
+  const float* waves = nullptr;  // set by `prepare`
+};
+
+// Buffers of keys [B or more, heads, slots, D] and values.
+struct Buffers {
+  char* data[2];
+  int64_t slots;
+};
+
+// Heads, their append at `starts` where the buffers lie, attention over them, and the output projection: the fourth operand.
+struct AttentionParts : HeadsParts {
+  float scale = 1;
+  std::optional<Normaliser> after;
+
+  void prepare(const Table& t);
+  void attend_rows(const Rows& x, Type type, int batch, int64_t length, const int32_t* starts, const Buffers& buffers, const std::optional<Rows>& residual, char* to, Room& room) const;
+  int d() const { return ready[0].n / form.q_heads; }
+  int dv() const { return ready[2].n / form.k_heads; }
+};
+
+// down(activation(gate) * up) with the norms around it, plus x if `residual`. Operands: gate, up, down.
+struct MlpParts {
+  Activation activation = SILU;
+  bool residual = false;
+  std::optional<Normaliser> before, after;
+  std::vector<Operands> operands;
+  std::vector<Ready> ready;
+
+  void prepare(const Table& t);
+  void run(const Rows& x, Type type, char* to, Room& room) const;
+};
+
+// One block, whose weights are computed and prepared.
+struct Block {
+  int outputs;
+  AttentionParts attention;
+  MlpParts mlp;
+};
+// Blocks one after the other.
+struct Blocks {
+  std::vector<std::shared_ptr<const Block>> all;
+  // The arguments of attention_layer and of gated_mlp. Holds the weights' arrays, and computes them now.
+  void add(const std::optional<mx::array>& norm, float eps, const Projection& q, const Projection& k, const Projection& v, const Projection& o, const std::optional<mx::array>& q_norm,
+           const std::optional<mx::array>& k_norm, const HeadForm& form, const std::optional<mx::array>& freqs, float scale, const std::optional<mx::array>& after, float after_eps,
+           const std::optional<mx::array>& mlp_norm, float mlp_eps, const Projection& gate, const Projection& up, const Projection& down, int activation,
+           const std::optional<mx::array>& mlp_after, float mlp_after_eps);
+};
+
+// The blocks over x [B, L, K]: attention appends to `buffers` (keys and values by turns) at positions `starts` [B], where they lie, as attention_layer
+// does; both residuals are added. `before` is waited for, if given. Returns the last block's output, and an array that is computed once all is
+// appended: whoever reads the buffers depends on it, as they are no outputs (MLX's work grows with the square of those). Nothing if a buffer's type
+// or shape is another than the heads'. Throws std::out_of_range where a row doesn't fit its buffers.
+std::optional<std::pair<mx::array, mx::array>> run_blocks(const Blocks& blocks, const mx::array& x, const std::vector<int>& starts, const std::vector<mx::array>& buffers,
+                                                          const std::optional<mx::array>& before, mx::StreamOrDevice s);
+
+}  // namespace gnomon
