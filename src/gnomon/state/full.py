@@ -96,10 +96,7 @@ class FullLayer(LayerState):
 
     def hides_only_later(self, mask: mx.array | str | None) -> bool:
         """Whether a mask of the open forward hides nothing but each query's later positions."""
-        rows = self.rows
-        if isinstance(mask, str):
-            return mask == "causal"
-        return rows.width == 1 if mask is None else mask is rows.known(_mask_key(self.mask_ndim))
+        return hides_only_later(self.rows, self.mask_ndim, mask)
 
     def room(self) -> KeysValues | None:
         """The buffers of `in_place`, whatever the mask."""
@@ -313,6 +310,13 @@ def full_mask(
         return mask if mask_ndim == 4 else mask[:, :, None]
 
     return rows.memo(_mask_key(mask_ndim, window_size), make)
+
+
+def hides_only_later(rows: Rows, mask_ndim: int, mask: mx.array | str | None) -> bool:
+    """Whether a mask of the open forward, over slots that are positions, hides nothing but each query's later ones."""
+    if isinstance(mask, str):
+        return mask == "causal"
+    return rows.width == 1 if mask is None else mask is rows.known(_mask_key(mask_ndim))
 
 
 def _mask_key(mask_ndim: int, window_size: int | None = None) -> Hashable:
