@@ -63,7 +63,12 @@ class FullLayer(LayerState):
             self._lone.values = value
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Append `[B, heads, width, dim]` and return all keys and values `[B, heads, n, dim]`, n being the longest row's end."""
+        """Append `[B, heads, width, dim]` and return all keys and values `[B, heads, n, dim]`, n being the longest row's end.
+
+        Raises RuntimeError in a flat window, which is appended in place only.
+        """
+        if self.rows.is_flat:
+            raise RuntimeError("a flat window is appended in place only")
         if self._lone is not None:
             return cast(KeysValues, self._lone.update_and_fetch(keys, values))
         rows = self.rows
@@ -106,6 +111,11 @@ class FullLayer(LayerState):
             own.write(0, 0, lone.keys[..., : lone.offset, :], lone.values[..., : lone.offset, :])
             lone.keys, lone.values, self._is_shared = own.keys, own.values, False
         return cast("KeysValues", (lone.keys, lone.values))
+
+    @property
+    def takes_flat(self) -> bool:
+        """Whether a flat window can be appended, in place only: there are several rows."""
+        return self._lone is None and self._buffer.keys is not None
 
     def appended(self, keys: mx.array, values: mx.array) -> None:
         """`keys` and `values` are the buffers of `in_place` once a kernel has appended the open window."""
