@@ -1,10 +1,14 @@
-"""Runs the command as a process, without the variables of the surroundings."""
+"""Runs the command without the variables of the surroundings."""
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
-import sys
+from contextlib import redirect_stderr, redirect_stdout
+from unittest import mock
+
+from gnomon.cli.main import main
 
 
 def clean_environment() -> dict[str, str]:
@@ -12,12 +16,18 @@ def clean_environment() -> dict[str, str]:
 
 
 def gnomon(*argv: str, stdin: str = "", **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "gnomon.cli.main", *argv],
-        input=stdin,
-        capture_output=True,
-        text=True,
-        env={**clean_environment(), "COLUMNS": "200", **environ},
-        timeout=120,
-        check=False,
-    )
+    """What a process of its own would say, but in this one: Python and MLX need not be started each time. An error that the command
+    doesn't tell itself is raised here."""
+    out, err = io.StringIO(), io.StringIO()
+    variables = {**clean_environment(), "COLUMNS": "200", **environ}
+    with (
+        mock.patch.dict(os.environ, variables, clear=True),
+        mock.patch("sys.stdin", io.StringIO(stdin)),
+        redirect_stdout(out),
+        redirect_stderr(err),
+    ):
+        try:
+            status = main(argv)
+        except SystemExit as end:
+            status = end.code if isinstance(end.code, int) else 1
+    return subprocess.CompletedProcess(["gnomon", *argv], status, out.getvalue(), err.getvalue())

@@ -40,7 +40,18 @@ SECTIONS = {
         "max_bytes": 8 << 30,
         "reused_tokens": 4096,
         "evictions": 0,
-        "recent_misses": [{"request": "r", "kind": "edited_text", "position": 17, "stored": "cat", "asked": "dog"}],
+        "recent_misses": [
+            {
+                "request": "r",
+                "kind": "edited text",
+                "position": 17,
+                "reused_tokens": 16,
+                "prompt_tokens": 40,
+                "before": "the",
+                "prompt": "dog",
+                "stored": "cat",
+            }
+        ],
     },
     "memory": {"active": 1 << 29},
     "proposals": {"proposed": 10, "accepted": 4},
@@ -79,7 +90,7 @@ def test_numbers_are_live(page: Page) -> None:
         expect(page.locator("#now")).to_contain_text("2 of 8")
         expect(page.locator("#rows")).to_contain_text("chatcmpl-1")
         expect(page.locator("#rows")).to_contain_text("1,024")
-        expect(page.locator("#misses")).to_contain_text('edited_text at token 17: stored "cat", asked "dog"')
+        expect(page.locator("#misses")).to_contain_text('edited text at token 17: stored "cat", asked "dog"')
         expect(page.locator("#memory")).to_contain_text("1 GiB")
         expect(page.locator("#speculation")).to_contain_text("40 %")
         expect(page.locator("#pressure")).to_contain_text("prefill windows are smaller")

@@ -12,10 +12,7 @@ from typing import ClassVar, Protocol
 import mlx.core as mx
 from pydantic import JsonValue
 
-from gnomon.bench.preflight import preflight
-from gnomon.bench.provenance import provenance
-from gnomon.bench.schema import Arm, Run, Sample, Work
-from gnomon.bench.store import new_id, now
+from gnomon.bench.schema import Run
 from gnomon.config import KernelConfig, KvScheme
 from gnomon.engine.api import ModelInfo
 from gnomon.engine.aside import SideJob
@@ -23,6 +20,7 @@ from gnomon.engine.engine import Engine
 from gnomon.engine.runner import Runner
 from gnomon.engine.scoring import LOGIT_BYTES
 from gnomon.evals.divergence import Positions, Summary, compare, condense
+from gnomon.evals.record import TextResult
 from gnomon.evals.reference import Plan, Reference, Side
 from gnomon.kernels import native
 from gnomon.models.kv import KV_CONFIG
@@ -179,56 +177,18 @@ def record(
 ) -> Run:
     """The result as a run of kind `eval`, with the mean of every window. `sides` are reference and candidate."""
     reference, own = sides
-    origin = provenance(Path(candidate.path), hash_cache)
-    work = Work(
-        task=f"KL from {reference} on {text.name}, windows of {plan.window} in steps of {plan.step}",
-        model=origin.model_sha256,
-        prompt=plan.digest,
-        prompt_tokens=sum(map(len, plan.parts)),
-        machine=origin.machine,
-    )
-    details: dict[str, JsonValue] = {
-        **asdict(found),
-        "skipped_of_each_window": skipped,
-        "logits_kept": top,
-        "window_means": [float(window.kl.mean()) for window in windows],
-    }
-    sample = Sample(
-        index=0,
-        cell=f"kl:{plan.window}",
-        block=0,
-        slot=0,
-        arm="gnomon",
-        seed=0,
-        status="ok",
-        started=0.0,
-        seconds=seconds,
-        metrics={
-            "kl_divergence": found.mean.value,
-            "perplexity": found.perplexity,
-            "weight_bytes": float(candidate.weight_bytes),
-        },
-        work=work,
-        details=details,
-    )
-    return Run(
-        kind="eval",
-        id=new_id(),
+    return TextResult(
         name=f"KL of {own.model} from {reference.model} on {text.name}",
-        created=now(),
-        finished=now(),
-        complete=True,
-        planned_blocks=1,
-        argv=tuple(argv),
-        provenance=origin,
-        preflight=preflight(),
-        arms=(
-            Arm(
-                name="gnomon",
-                kind="engine",
-                settings={**own.settings, "reference": reference.settings},
-                effective={"tier": candidate.tier},
-            ),
-        ),
-        samples=(sample,),
-    )
+        task=f"KL from {reference} on {text.name}, windows of {plan.window} in steps of {plan.step}",
+        cell=f"kl:{plan.window}",
+        prompt=plan.digest,
+        parts=plan.parts,
+        metrics={"kl_divergence": found.mean.value, "perplexity": found.perplexity},
+        details={
+            **asdict(found),
+            "skipped_of_each_window": skipped,
+            "logits_kept": top,
+            "window_means": [float(window.kl.mean()) for window in windows],
+        },
+        settings={**own.settings, "reference": reference.settings},
+    ).run(candidate, seconds, argv=argv, hash_cache=hash_cache)

@@ -13,11 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 
-from gnomon.bench.preflight import preflight
-from gnomon.bench.provenance import provenance
-from gnomon.bench.schema import Arm, Run, Sample, Work
-from gnomon.bench.store import new_id, now
+from gnomon.bench.schema import Run
 from gnomon.engine.api import Engine
+from gnomon.evals.record import TextResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,45 +63,18 @@ def record(
     hash_cache: Path,
 ) -> Run:
     """The result as a run of kind `eval`. Two such runs had the same questions if their prompts' digests are equal."""
-    model = engine.model
-    origin = provenance(Path(model.path), hash_cache)
     length = len(parts[0])
-    work = Work(
+    return TextResult(
+        name=f"perplexity of {text.name}, {engine.model.id}",
         task=f"perplexity of {text.name}, windows of {length}",
-        model=origin.model_sha256,
-        prompt=hashlib.sha256(repr(list(parts)).encode()).hexdigest(),
-        prompt_tokens=sum(map(len, parts)),
-        machine=origin.machine,
-    )
-    sample = Sample(
-        index=0,
         cell=f"perplexity:{length}",
-        block=0,
-        slot=0,
-        arm="gnomon",
-        seed=0,
-        status="ok",
-        started=0.0,
-        seconds=seconds,
-        metrics={"perplexity": found.value, "weight_bytes": float(model.weight_bytes)},
-        work=work,
+        prompt=hashlib.sha256(repr(list(parts)).encode()).hexdigest(),
+        parts=parts,
+        metrics={"perplexity": found.value},
         details={
             "standard_error": found.standard_error,
             "tokens": found.tokens,
             "window_nats": list(found.window_nats),
         },
-    )
-    return Run(
-        kind="eval",
-        id=new_id(),
-        name=f"perplexity of {text.name}, {model.id}",
-        created=now(),
-        finished=now(),
-        complete=True,
-        planned_blocks=1,
-        argv=tuple(argv),
-        provenance=origin,
-        preflight=preflight(),
-        arms=(Arm(name="gnomon", kind="engine", settings={"window": length}, effective={"tier": model.tier}),),
-        samples=(sample,),
-    )
+        settings={"window": length},
+    ).run(engine.model, seconds, argv=argv, hash_cache=hash_cache)

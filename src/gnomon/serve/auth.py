@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from gnomon.serve import sessions
 from gnomon.serve.errors import APIError, show, too_many
 from gnomon.serve.keys import KeyRing
 
@@ -132,6 +133,7 @@ class KeyDoor:
             await refusal.response(scope["path"])(scope, receive, send)
             return
         scope.setdefault("state", {})["key_name"] = name
+        sessions.key_name.set(name)
         use, limit = self.keys.use(name), self.keys.limit
         use.requests += 1
         if scope["method"] != "POST":

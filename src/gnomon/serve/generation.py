@@ -216,8 +216,8 @@ class Generation:
 
         `remember` is given the tokens of every choice when the answer has ended, on another thread.
         """
-        if (session := sessions.named.get()) is not None:
-            requests = [replace(one, session=one.session or session) for one in requests]
+        named = [(one, one.session or sessions.named.get()) for one in requests]
+        requests = [one if name is None else replace(one, session=sessions.own(name)) for one, name in named]
         self._requests = requests
         self._remember = remember
         self._services = services

@@ -55,7 +55,14 @@ class RequestFrame:
                 f"{TRACE_HEADER} must be 1 to 128 characters of A-Z a-z 0-9 . _ : / + = -, got {show(trace_id)}",
                 param=TRACE_HEADER,
             )
-        session = Headers(scope=scope).get(sessions.HEADER, "")
+        headers = Headers(scope=scope)
+        if "transfer-encoding" in headers and "content-length" in headers:
+            # A proxy that goes by the other one sees other requests on this connection (RFC 9112, 6.3 and 11.2).
+            said = (
+                "the request has both transfer-encoding and content-length: where its body ends can be read in two ways"
+            )
+            return APIError(400, said, code="ambiguous_body", headers={"connection": "close"})
+        session = headers.get(sessions.HEADER, "")
         if len(session) > sessions.MAX_CHARACTERS:
             return APIError(
                 400,
@@ -76,6 +83,7 @@ class RequestFrame:
         scope.setdefault("state", {}).update(request_id=request_id, trace_id=trace_id)
         about.set(request_id)
         sessions.named.set(Headers(scope=scope).get(sessions.HEADER) or None)
+        sessions.key_name.set(None)
         sent: list[int] = []
 
         async def framed(message: Message) -> None:

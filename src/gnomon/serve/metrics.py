@@ -144,6 +144,8 @@ class Metrics:
         self.prefill = Histogram("gnomon_prefill_seconds", "time in prefill", registry=registry, buckets=_SECONDS)
         self.decode = Histogram("gnomon_decode_seconds", "time in decode", registry=registry, buckets=_SECONDS)
         self.recent: deque[Latency] = deque(maxlen=RECENT)
+        self.watchers = 0
+        """Streams of statistics that are open."""
         self.counts = {"completed": 0, "failed": 0, "cancelled": 0}
         self.open = 0
         registry.register(PoolCollector(running) if isinstance(running, ModelPool) else EngineCollector(running))

@@ -22,13 +22,14 @@ Status = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"
 
 @dataclass(frozen=True, slots=True)
 class ResponseJob:
-    """A response ready for the engine. `echo` are the fields that repeat the request's; `input` its own items."""
+    """A response ready for the engine. `echo` are the fields that repeat the request's; `input` its own items; `owner` its key's name."""
 
     chat: ChatJob
     echo: dict[str, Any]
     input: list[dict[str, Any]]
     conversation: Conversation
     store: bool
+    owner: str | None
 
 
 class ResponseRun:
@@ -49,6 +50,10 @@ class ResponseRun:
     @property
     def name(self) -> str:
         return self.job.chat.job.id
+
+    @property
+    def owner(self) -> str | None:
+        return self.job.owner
 
     def body(self) -> dict[str, Any]:
         """The response as it is now."""
@@ -97,7 +102,7 @@ class ResponseRun:
             ]
             answer = assistant("".join(part.text for part in parts if part.kind == "text"), calls)
             after = Conversation(said.instructions, said.system, (*said.messages, answer))
-            self._store.put(self.name, StoredResponse(self.body(), self.job.input, after))
+            self._store.put(self.name, StoredResponse(self.body(), self.job.input, after, self.owner))
 
     def fail(self, error: APIError) -> None:
         """The generation has failed, or ended because it was cancelled."""

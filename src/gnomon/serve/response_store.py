@@ -1,4 +1,4 @@
-"""What `previous_response_id` refers to: finished responses, in memory, for an hour, and those under way."""
+"""What `previous_response_id` refers to: finished responses, in memory, for an hour, and those under way; each is its key's own."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """`input` are the items of its own request."""
+    """`input` are the items of its own request. `owner` is the name of the key it was made with; others don't find it."""
 
     body: dict[str, Any]
     input: Sequence[dict[str, Any]]
     conversation: Conversation
+    owner: str | None = None
 
     @property
     def size(self) -> int:
@@ -46,6 +47,9 @@ class StoredResponse:
 class Running(Protocol):
     """A response under way."""
 
+    @property
+    def owner(self) -> str | None: ...
+
     def body(self) -> dict[str, Any]: ...
 
     def cancel(self) -> dict[str, Any]:
@@ -54,7 +58,10 @@ class Running(Protocol):
 
 
 class ResponseStore:
-    """Responses by id; the least recently used go first when the bytes are spent. Safe to use from several threads."""
+    """Responses by id, found by their owners only; the least recently used go first when the bytes are spent.
+
+    Safe to use from several threads.
+    """
 
     def __init__(
         self, ttl: float = TTL, max_bytes: int = MAX_BYTES, clock: Callable[[], float] = time.monotonic
@@ -86,18 +93,25 @@ class ResponseStore:
                 self._drop(next(iter(self._kept)))
             return True
 
-    def get(self, name: str) -> StoredResponse | None:
+    def get(self, name: str, owner: str | None = None) -> StoredResponse | None:
         with self._lock:
             self._expire()
-            if name not in self._kept:
+            if name not in self._kept or self._kept[name][0].owner != owner:
                 return None
             self._kept.move_to_end(name)
             return self._kept[name][0]
 
-    def delete(self, name: str) -> bool:
+    def under_way(self, name: str, owner: str | None = None) -> Running | None:
+        """On the event loop only."""
+        run = self.running.get(name)
+        return None if run is None or run.owner != owner else run
+
+    def delete(self, name: str, owner: str | None = None) -> bool:
         """Whether there was such a response."""
         with self._lock:
             self._expire()
+            if name not in self._kept or self._kept[name][0].owner != owner:
+                return False
             return self._drop(name)
 
     def stats(self) -> dict[str, int]:

@@ -9,6 +9,7 @@ from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
 from gnomon.engine.api import FlushReport
+from gnomon.serve import sessions
 from gnomon.serve.body import parse, read_body, until_disconnect
 from gnomon.serve.errors import APIError, invalid
 from gnomon.serve.schema import json_body
@@ -49,7 +50,8 @@ async def flush(request: Request, services: Annotated[Services, Depends(services
 async def close_session(request: Request, services: Annotated[Services, Depends(services_of)]) -> ClosedBody:
     """Stop holding on to a session's states. None of them is removed."""
     wanted = parse(CloseSession, await read_body(request, services.http.body_limit, services.timing))
-    return {"closed": await in_thread(lambda: services.whole.close_session(wanted.session_id))}
+    session = sessions.own(wanted.session_id)
+    return {"closed": await in_thread(lambda: services.whole.close_session(session))}
 
 
 @router.post(

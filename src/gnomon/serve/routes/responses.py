@@ -11,6 +11,7 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
+from gnomon.serve import sessions
 from gnomon.serve.body import parse, read_body
 from gnomon.serve.choose import with_model
 from gnomon.serve.errors import APIError, invalid, naming, show
@@ -31,13 +32,13 @@ PAGE = 20
 MAX_PAGE = 100
 
 
-def prepare(body: bytes, services: Services, trace_id: str) -> ResponseJob:
+def prepare(body: bytes, services: Services, trace_id: str, owner: str | None) -> ResponseJob:
     """Parse, check, render and tokenise. Raises APIError: 404 for an unknown previous response, 400 naming what can't be honoured."""
     request = parse(ResponsesRequest, body)
     items = input_items(request.input)
     before = Conversation()
     if request.previous_response_id is not None:
-        before = _stored(services, request.previous_response_id, "previous_response_id").conversation
+        before = _stored(services, request.previous_response_id, owner, "previous_response_id").conversation
     system, messages = split(items, services.engine.model.id)
     conversation = Conversation(
         before.instructions if request.instructions is None else request.instructions,
@@ -49,7 +50,7 @@ def prepare(body: bytes, services: Services, trace_id: str) -> ResponseJob:
         chat = plan(asked, services, trace_id, f"resp_{secrets.token_hex(12)}")
     chat = replace(chat, job=replace(chat.job, warnings=(*chat.job.warnings, *request.warnings())))
     echo = {**request.echo(), "instructions": conversation.instructions}
-    return ResponseJob(chat, echo, items, conversation, request.store is not False)
+    return ResponseJob(chat, echo, items, conversation, request.store is not False, owner)
 
 
 @router.post("/v1/responses", response_model=ResponseBody, openapi_extra=json_body(ResponsesRequest))
@@ -60,7 +61,8 @@ async def create(request: Request, services: Annotated[Services, Depends(service
 
 
 async def answer(body: bytes, services: Services, trace_id: str) -> Response:
-    prepared = await services.preparation.run(lambda: prepare(body, services, trace_id))
+    owner = sessions.key_name.get()
+    prepared = await services.preparation.run(lambda: prepare(body, services, trace_id, owner))
     job = prepared.chat.job
     generation = start(prepared.chat, services, "responses", "input")
     run = ResponseRun(prepared, generation, services.responses, services.engine.model.id)
@@ -93,8 +95,9 @@ async def frames(run: ResponseRun, services: Services) -> AsyncGenerator[bytes]:
     yield run.end()
 
 
-def _stored(services: Services, name: str, param: str = "response_id") -> StoredResponse:
-    found = services.responses.get(name)
+def _stored(services: Services, name: str, owner: str | None, param: str = "response_id") -> StoredResponse:
+    """Another key's response is as unknown as one that never was."""
+    found = services.responses.get(name, owner)
     if found is None:
         raise APIError(
             404,
@@ -112,15 +115,17 @@ async def retrieve(
     """A response as it ended, or as it is now."""
     if stream == "true":
         raise invalid("stream: a response's events are told once, while it is made", "stream", "unsupported")
-    run = services.responses.running.get(response_id)
-    return JSONResponse(_stored(services, response_id).body if run is None else run.body())
+    owner = sessions.key_name.get()
+    run = services.responses.under_way(response_id, owner)
+    return JSONResponse(_stored(services, response_id, owner).body if run is None else run.body())
 
 
 @router.delete("/v1/responses/{response_id}", response_model=Deleted)
 async def delete(response_id: str, services: Annotated[Services, Depends(services_of)]) -> Response:
     """Forget a response."""
-    _stored(services, response_id)
-    services.responses.delete(response_id)
+    owner = sessions.key_name.get()
+    _stored(services, response_id, owner)
+    services.responses.delete(response_id, owner)
     deleted: Deleted = {"id": response_id, "object": "response", "deleted": True}
     return JSONResponse(deleted)
 
@@ -128,9 +133,10 @@ async def delete(response_id: str, services: Annotated[Services, Depends(service
 @router.post("/v1/responses/{response_id}/cancel", response_model=ResponseBody)
 async def cancel(response_id: str, services: Annotated[Services, Depends(services_of)]) -> Response:
     """Stop a response under way; it is not stored."""
-    run = services.responses.running.get(response_id)
+    owner = sessions.key_name.get()
+    run = services.responses.under_way(response_id, owner)
     if run is None:
-        status = _stored(services, response_id).body["status"]
+        status = _stored(services, response_id, owner).body["status"]
         raise invalid(f"response_id {show(response_id)} is {status} and can't be cancelled", "response_id")
     return JSONResponse(run.cancel())
 
@@ -144,7 +150,7 @@ async def list_input(
     after: str | None = None,
 ) -> Response:
     """The items of the request that a response answers, the last first."""
-    items: list[dict[str, Any]] = list(_stored(services, response_id).input)
+    items: list[dict[str, Any]] = list(_stored(services, response_id, sessions.key_name.get()).input)
     if not limit.isdecimal() or not 1 <= int(limit[:9]) <= MAX_PAGE:
         raise invalid(f"limit must be at least 1 and at most {MAX_PAGE}, got {show(limit)}", "limit")
     if order not in ("asc", "desc"):

@@ -8,11 +8,17 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query
 
+from gnomon.serve.errors import too_many
 from gnomon.serve.routes.health import reason
 from gnomon.serve.services import Services, services_of
 from gnomon.serve.sse import EventSourceResponse, frame
 
 router = APIRouter()
+
+PROMPT_TEXT = frozenset({"before", "prompt", "stored"})
+"""Fields of a miss with words of prompts."""
+MAX_STREAMS = 32
+"""Streams of statistics at once: each costs a look at everything as often as it asks for."""
 
 
 @router.get("/stats")
@@ -29,7 +35,16 @@ async def stream(
 ) -> EventSourceResponse:
     """What `/stats` says, with `health`, every `interval` seconds until the server drains."""
     everything(services, model)  # an unknown model is an error before the stream begins
-    return EventSourceResponse(_frames(services, interval, model), lambda: None, services.timing.write)
+    metrics = services.metrics
+    if metrics.watchers >= MAX_STREAMS:
+        said = f"{metrics.watchers} streams of statistics are open, and no more than {MAX_STREAMS} may be"
+        raise too_many(said, 5, "too_many_streams")
+    metrics.watchers += 1
+
+    def closed() -> None:
+        metrics.watchers -= 1
+
+    return EventSourceResponse(_frames(services, interval, model), closed, services.timing.write)
 
 
 async def _frames(services: Services, interval: float, model: str | None) -> AsyncGenerator[bytes]:
@@ -49,6 +64,11 @@ def everything(services: Services, model: str | None = None) -> dict[str, Any]:
     preparation, metrics = services.preparation, services.metrics
     every = [services] if services.pool is None else list(services.models.values())
     histories = [history for one in every for history in (one.chat_history, one.text_history)]
+    cache: dict[str, Any] | None = engine.get("prompt_cache")
+    if cache is not None and len(services.keys.names) > 1:
+        # What one key asked is no other key's to read.
+        misses = [{k: v for k, v in miss.items() if k not in PROMPT_TEXT} for miss in cache.get("recent_misses", ())]
+        engine = {**engine, "prompt_cache": {**cache, "recent_misses": misses}}
     return {
         "server": {
             "owner": services.owner,

@@ -108,7 +108,8 @@ function pressure(about) {
 }
 
 function explain(miss) {
-  const sides = miss.stored != null || miss.asked != null ? `: stored ${JSON.stringify(miss.stored)}, asked ${JSON.stringify(miss.asked)}` : "";
+  // With several keys the words are not told.
+  const sides = miss.stored != null || miss.prompt != null ? `: stored ${JSON.stringify(miss.stored)}, asked ${JSON.stringify(miss.prompt)}` : "";
   return `${miss.kind} at token ${miss.position}${sides}`;
 }
 
