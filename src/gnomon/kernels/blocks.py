@@ -122,7 +122,7 @@ class Run:
         return (
             thread.native
             and len(caches) == len(self.layers)
-            and all(getattr(cache, "takes_flat", False) and cache.keys.dtype == self.dtype for cache in caches)
+            and all((own := getattr(cache, "flat_type", None)) is not None and own == self.dtype for cache in caches)
             and self.is_current(layers)
         )
 
@@ -131,22 +131,25 @@ class Run:
             return None
         buffers: list[mx.array] = []
         for cache in caches:
-            take = getattr(cache, "in_place", None)
-            # Such a state is asked for all later positions alone; its own mask says no more.
-            pair = None if take is None else take("causal")
+            # A state of this kind hides later positions and no others.
+            pair = cache.in_place("causal", settled=False) if hasattr(cache, "appends") else None
             if pair is None:
                 return None
             buffers += pair
         if not self.is_current(layers):
             return None
+        before = caches[0].appending
+        if any(cache.appending is not before for cache in caches):
+            # Some were copied since: each says for itself what it waits for.
+            buffers, before = [array for cache in caches for array in cache.in_place("causal")], None
         rows = caches[0].rows
         starts, homes = (rows.flat_positions, rows.homes) if rows.is_flat else (rows.lengths, [])
-        made = self.extension.run_blocks(self.blocks, h, starts, buffers, homes)
+        made = self.extension.run_blocks(self.blocks, h, starts, buffers, before, homes)
         if made is None:
             return None
-        y, *appended = made
-        for i, cache in enumerate(caches):
-            cache.appended(appended[2 * i], appended[2 * i + 1])
+        y, appending = made
+        for cache in caches:
+            cache.appends(appending)
         return y
 
 

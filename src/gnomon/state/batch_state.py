@@ -133,7 +133,7 @@ class BatchState:
         Raises `ValueError` for counts outside 0..width, for a padded window of a lone row or of a model that isn't `pad_safe`, and for
         a flat one of states that don't take it.
         """
-        if flat and not all(getattr(cache, "takes_flat", False) for cache in self.caches):
+        if flat and any(getattr(cache, "flat_type", None) is None for cache in self.caches):
             raise ValueError("a flat window takes several rows of plain keys and values, all in full")
         if counts is not None and any(count != width for count in counts):
             if self.num_rows == 1:
