@@ -67,7 +67,12 @@ class FullLayer(LayerState):
             self._lone.values = value
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Append `[B, heads, width, dim]` and return all keys and values `[B, heads, n, dim]`, n being the longest row's end."""
+        """Append `[B, heads, width, dim]` and return all keys and values `[B, heads, n, dim]`, n being the longest row's end.
+
+        Raises RuntimeError in a flat window, which is appended in place only.
+        """
+        if self.rows.is_flat:
+            raise RuntimeError("a flat window is appended in place only")
         self._settle()
         if self._lone is not None:
             return cast(KeysValues, self._lone.update_and_fetch(keys, values))
@@ -119,6 +124,12 @@ class FullLayer(LayerState):
             own.write(0, 0, lone.keys[..., : lone.offset, :], lone.values[..., : lone.offset, :])
             lone.keys, lone.values, self._is_shared = own.keys, own.values, False
         return cast("KeysValues", (lone.keys, lone.values))
+
+    @property
+    def flat_type(self) -> mx.Dtype | None:
+        """The type of keys of which a flat window can be appended, in place only; None if none can: it takes several rows."""
+        keys = self._buffer.keys
+        return keys.dtype if self._lone is None and keys is not None else None
 
     def appends(self, appending: mx.array) -> None:
         """A kernel was given the buffers of `in_place` and appends the open window to them; `appending` is computed once it has."""
