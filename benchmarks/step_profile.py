@@ -3,8 +3,8 @@
     uv run python benchmarks/step_profile.py MODEL [--rounds 4] [--tokens 200] [--rows 1] [--prompt 32] [--kernels native]
 
 One process: the engine's thread, the server's thread, and the kernels' threads (MLX's stream and the pool). The client of the HTTP rounds
-is another process that only reads. CPU seconds are the scheduler's for each thread, so a busy machine disturbs them little; wall is from the
-first token to the last.
+is another process that only reads. CPU seconds are the scheduler's for each thread, so a busy machine disturbs them little; wall is from
+the first token to the last.
 """
 
 from __future__ import annotations
