@@ -23,13 +23,13 @@ TOKENS = np.random.default_rng(3).integers(0, VOCAB_SIZE, 600)
 def calls(native: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Widths of the windows that were appended in place."""
     seen: list[int] = []
-    own = FullLayer.appended
+    own = FullLayer.advance_in_place
 
-    def appended(self: FullLayer, keys: mx.array, values: mx.array) -> None:
+    def advance_in_place(self: FullLayer) -> None:
         seen.append(self.rows.width)
-        own(self, keys, values)
+        own(self)
 
-    monkeypatch.setattr(FullLayer, "appended", appended)
+    monkeypatch.setattr(FullLayer, "advance_in_place", advance_in_place)
     return seen
 
 
@@ -122,7 +122,7 @@ def test_appending_in_place_changes_no_bit(
         assert len(runs) * len(model.layers) == len(calls)
         assert calls == taken
     calls.clear()
-    monkeypatch.setattr(FullLayer, "in_place", lambda self, mask=None: None)
+    monkeypatch.setattr(FullLayer, "in_place", lambda self, mask=None, settled=True: None)
     expected = walk(model)
     assert not calls
     for name, bits in found.items():
@@ -174,11 +174,11 @@ def test_rows_that_do_not_fit_are_refused(native: ModuleType) -> None:
     buffers = [mx.zeros((1, heads, 8, size)) for _ in range(2 * len(model.layers))]
     for start in (8, -1):
         with pytest.raises(IndexError, match=f"row 0 ends at {start + 1} of 8 slots"):
-            native.run_blocks(run.blocks, h, [start], buffers)
-    assert native.run_blocks(run.blocks, h, [7], buffers) is not None
-    assert native.run_blocks(run.blocks, h, [7], buffers[1:]) is None
-    assert native.run_blocks(run.blocks, h, [7], [mx.zeros((1, heads + 1, 8, size)), *buffers[1:]]) is None
-    assert native.run_blocks(run.blocks, h, [7], [buffers[0].astype(mx.bfloat16), *buffers[1:]]) is None
+            native.run_blocks(run.blocks, h, [start], buffers, None)
+    assert native.run_blocks(run.blocks, h, [7], buffers, None) is not None
+    assert native.run_blocks(run.blocks, h, [7], buffers[1:], None) is None
+    assert native.run_blocks(run.blocks, h, [7], [mx.zeros((1, heads + 1, 8, size)), *buffers[1:]], None) is None
+    assert native.run_blocks(run.blocks, h, [7], [buffers[0].astype(mx.bfloat16), *buffers[1:]], None) is None
 
 
 def test_masks_that_hide_more_are_not_taken(native: ModuleType, calls: list[int]) -> None:

@@ -17,7 +17,7 @@ from fastapi import FastAPI
 
 from gnomon.chat.constraint import Constraint
 from gnomon.chat.template import ChatTemplate
-from gnomon.config import HTTPConfig, SamplingDefaults
+from gnomon.config import FetchConfig, HTTPConfig, SamplingDefaults
 from gnomon.engine.api import (
     ChoiceFinished,
     Delta,
@@ -40,7 +40,8 @@ from gnomon.engine.api import (
     Usage,
 )
 from gnomon.serve.app import create_app
-from gnomon.serve.server import Server, address_of, bind
+from gnomon.serve.listen import address_of, bind
+from gnomon.serve.server import Server
 from gnomon.serve.services import Timing
 
 MODEL = "tests/fake-model"
@@ -275,6 +276,7 @@ def make_app(
     http: HTTPConfig | None = None,
     sampling: SamplingDefaults | None = None,
     timing: Timing | None = None,
+    fetch: FetchConfig | None = None,
 ) -> FastAPI:
     tokenizer = ByteTokenizer(template)
     return create_app(
@@ -284,6 +286,7 @@ def make_app(
         http or HTTPConfig(),
         sampling or SamplingDefaults(),
         timing=timing,
+        fetch=fetch,
     )
 
 

@@ -113,20 +113,23 @@ class Run:
             return None
         buffers: list[mx.array] = []
         for cache in caches:
-            take = getattr(cache, "in_place", None)
-            # Such a state is asked for all later positions alone; its own mask says no more.
-            pair = None if take is None else take("causal")
+            # A state of this kind hides later positions and no others.
+            pair = cache.in_place("causal", settled=False) if hasattr(cache, "appends") else None
             if pair is None:
                 return None
             buffers += pair
         if not self.is_current(layers):
             return None
-        made = self.extension.run_blocks(self.blocks, h, caches[0].rows.lengths, buffers)
+        before = caches[0].appending
+        if any(cache.appending is not before for cache in caches):
+            # Some were copied since: each says for itself what it waits for.
+            buffers, before = [array for cache in caches for array in cache.in_place("causal")], None
+        made = self.extension.run_blocks(self.blocks, h, caches[0].rows.lengths, buffers, before)
         if made is None:
             return None
-        y, *appended = made
-        for i, cache in enumerate(caches):
-            cache.appended(appended[2 * i], appended[2 * i + 1])
+        y, appending = made
+        for cache in caches:
+            cache.appends(appending)
         return y
 
 

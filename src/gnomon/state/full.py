@@ -31,11 +31,14 @@ class FullLayer(KeptLayer[KVCache]):
         self.mask_ndim = mask_ndim
         self._is_shared = False
         """The lone row's arrays belong to a snapshot too."""
+        self.appending: mx.array | None = None
+        """What is computed once a kernel has appended to the arrays: they say nothing of it themselves."""
 
     # What models call.
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append `[B, heads, width, dim]` and return all keys and values `[B, heads, n, dim]`, n being the longest row's end."""
+        self._settle()
         if self._lone is not None:
             return cast(KeysValues, self._lone.update_and_fetch(keys, values))
         rows = self.rows
@@ -48,24 +51,34 @@ class FullLayer(KeptLayer[KVCache]):
             self._buffer.scatter(rows.slots(self._buffer.row_capacity), keys, values)
         return self.keys_and_values()
 
-    def in_place(self, mask: mx.array | str | None = None) -> KeysValues | None:
+    def in_place(self, mask: mx.array | str | None = None, *, settled: bool = True) -> KeysValues | None:
         """Whole buffers `[rows or more, heads, slots, dim]` with room for the open window, for a kernel that writes at the rows' lengths.
 
         None before the first append, and for a `mask` that hides more than later positions. Nobody else reads these buffers beyond the
-        rows' lengths: copies are made of what lies before, and a snapshot's arrays are copied first. `advance_in_place` follows, or
-        `appended` with the kernel's arrays in place of these.
+        rows' lengths: copies are made of what lies before, and a snapshot's arrays are copied first. `advance_in_place` follows,
+        `appended` with the kernel's arrays in place of these, or `appends`. Unless `settled`, the kernel waits for `appending` itself.
         """
+        if not self.hides_only_later(mask):
+            return None
+        if settled:
+            self._settle()
+        return self.room()
+
+    def hides_only_later(self, mask: mx.array | str | None) -> bool:
+        """Whether a mask of the open forward hides nothing but each query's later positions."""
         rows = self.rows
         if isinstance(mask, str):
-            is_plain = mask == "causal"
-        else:
-            is_plain = rows.width == 1 if mask is None else mask is rows.known(_mask_key(self.mask_ndim))
-        if not is_plain:
-            return None
+            return mask == "causal"
+        return rows.width == 1 if mask is None else mask is rows.known(_mask_key(self.mask_ndim))
+
+    def room(self) -> KeysValues | None:
+        """The buffers of `in_place`, whatever the mask."""
+        rows = self.rows
         if self._lone is None:
             if self._buffer.keys is None or self._buffer.values is None:
                 return None
             if rows.end > self._buffer.slots:
+                self._settle()
                 slots = round_slots(max(rows.end, self._buffer.slots * 5 // 4))
                 self._buffer.resize(self._buffer.row_capacity, slots, rows.num_rows)
             return self._buffer.keys, self._buffer.values
@@ -73,11 +86,23 @@ class FullLayer(KeptLayer[KVCache]):
         if lone.keys is None or lone.values is None:
             return None
         if self._is_shared or lone.offset + rows.width > lone.keys.shape[2]:
+            self._settle()
             own = RowBuffer(1)
             own.reserve(round_slots(lone.offset + rows.width), lone.keys, lone.values)
             own.write(0, 0, lone.keys[..., : lone.offset, :], lone.values[..., : lone.offset, :])
             lone.keys, lone.values, self._is_shared = own.keys, own.values, False
         return cast("KeysValues", (lone.keys, lone.values))
+
+    def appends(self, appending: mx.array) -> None:
+        """A kernel was given the buffers of `in_place` and appends the open window to them; `appending` is computed once it has."""
+        self.appending = appending
+        self.advance_in_place()
+
+    def whole(self) -> KeysValues | None:
+        """The buffers `[rows or more, heads, slots, dim]`; what lies beyond the open window's end means nothing."""
+        self._settle()
+        keys, values = self.keys, self.values
+        return None if keys is None or values is None else (keys, values)
 
     def appended(self, keys: mx.array, values: mx.array) -> None:
         """`keys` and `values` are the buffers of `in_place` once a kernel has appended the open window."""
@@ -91,6 +116,7 @@ class FullLayer(KeptLayer[KVCache]):
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """What the last append returned, for layers that share this one's keys."""
+        self._settle()
         if self._lone is not None:
             return cast(KeysValues, self._lone.keys_and_values())
         return self._buffer.view(self.rows.num_rows, self.rows.end)
@@ -119,6 +145,7 @@ class FullLayer(KeptLayer[KVCache]):
     def keep(self, order: Sequence[int], row_capacity: int) -> None:
         if self._lone is not None:
             return
+        self._settle()
         lengths = self.rows.lengths
         if len(order) == 1:
             self._separate(order[0])
@@ -170,10 +197,13 @@ class FullLayer(KeptLayer[KVCache]):
 
     def restore(self, snapshot: LayerSnapshot) -> None:
         refuse_coded(snapshot)
-        self._lone, self._buffer = KVCache(), RowBuffer(1)
+        self._lone, self._buffer, self.appending = KVCache(), RowBuffer(1), None
         if snapshot.arrays:
             self._is_shared = True
             self._lone.state = *shared(snapshot, "keys", "values"), snapshot.numbers["length"]
+
+    def arrays(self) -> list[mx.array]:
+        return [array for array in (*self._lying(), self.appending) if array is not None]
 
     def problems(self) -> list[str]:
         rows, found = self.rows, super().problems()
@@ -182,6 +212,13 @@ class FullLayer(KeptLayer[KVCache]):
             if array is not None and (array.shape[0] < rows.num_rows or array.shape[2] < max(rows.lengths)):
                 found.append(f"{name} of shape {array.shape} are too small for rows of lengths {rows.lengths}")
         return found
+
+    def _settle(self) -> None:
+        """Let the arrays depend on the append that a kernel makes to them."""
+        keys, values = self._lying()
+        if self.appending is not None and keys is not None and values is not None:
+            appending, self.appending = self.appending, None
+            self.keys, self.values = mx.depends([keys, values], [appending])
 
     def _used(self) -> tuple[mx.array | None, mx.array | None, int]:
         """Views of all rows' slots up to the longest row's end, and that end; None before the first token."""
@@ -203,6 +240,7 @@ class FullLayer(KeptLayer[KVCache]):
 
     def _share(self, row_capacity: int) -> RowBuffer:
         """The buffer, with a lone row moved into it."""
+        self._settle()
         if self._lone is not None:
             lone, self._lone = self._lone, None
             self._buffer = RowBuffer(row_capacity)

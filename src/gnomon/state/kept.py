@@ -29,7 +29,8 @@ class KeptLayer(LayerState, Generic[C]):
 
     @property
     def keys(self) -> mx.array | None:
-        return self._buffer.keys if self._lone is None else self._lone.keys
+        self._settle()
+        return self._lying()[0]
 
     @keys.setter
     def keys(self, value: mx.array) -> None:
@@ -40,7 +41,8 @@ class KeptLayer(LayerState, Generic[C]):
 
     @property
     def values(self) -> mx.array | None:
-        return self._buffer.values if self._lone is None else self._lone.values
+        self._settle()
+        return self._lying()[1]
 
     @values.setter
     def values(self, value: mx.array) -> None:
@@ -53,10 +55,10 @@ class KeptLayer(LayerState, Generic[C]):
         return True
 
     def arrays(self) -> list[mx.array]:
-        return [array for array in (self.keys, self.values) if array is not None]
+        return [array for array in self._lying() if array is not None]
 
     def bytes_held(self) -> int:
-        return sum(array.nbytes for array in self.arrays())
+        return sum(array.nbytes for array in self._lying() if array is not None)
 
     def problems(self) -> list[str]:
         rows, found = self.rows, list[str]()
@@ -67,3 +69,11 @@ class KeptLayer(LayerState, Generic[C]):
         if self._lone is not None and self._lone.keys is not None and self._lone.offset != rows.lengths[0]:
             found.append(f"offset is {self._lone.offset}, the row has {rows.lengths[0]} tokens")
         return found
+
+    def _lying(self) -> tuple[mx.array | None, mx.array | None]:
+        """The arrays as they lie, settled or not."""
+        held = self._buffer if self._lone is None else self._lone
+        return held.keys, held.values
+
+    def _settle(self) -> None:
+        """Called before anybody is given the arrays."""

@@ -1,10 +1,12 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 #include "attention.h"
+#include "coded.h"
 #include "block.h"
 #include "fused.h"
 #include "matmul.h"
@@ -59,12 +61,21 @@ NB_MODULE(gnomon_kernels, m) {
              new (self) HeadForm{q_heads, k_heads, norm_eps, rope_dims, traditional, base, scale};
            },
            "q_heads"_a, "k_heads"_a, "norm_eps"_a, "rope_dims"_a, "traditional"_a, "base"_a, "scale"_a);
+  using gnomon::CodesForm;
+  if (nb::handle known = nb::type<CodesForm>(); known.is_valid()) m.attr("CodesForm") = known;
+  else nb::class_<CodesForm>(m, "CodesForm")
+      .def(nb::init<int, int, int, int, int, std::vector<float>, std::vector<float>, std::vector<float>>(), "coding"_a, "bits"_a, "group"_a, "dim"_a, "type"_a, "levels"_a, "bounds"_a, "signs"_a)
+      .def_prop_ro("row_bytes", &CodesForm::row_bytes);
+  m.def("coded_attention", &gnomon::coded_attention, "q"_a, "k"_a, "v"_a, "key_form"_a, "value_form"_a, "keys"_a, "scale"_a, "kind"_a, "mask"_a.none(), "starts"_a.none(), "window"_a,
+        "sinks"_a.none(), "order"_a.none() = nb::none(), "stream"_a = nb::none());
+  m.def("encode", &gnomon::encode, "x"_a, "form"_a, "stream"_a = nb::none());
+  m.def("coded_append", &gnomon::coded_append, "k"_a, "v"_a, "key_form"_a, "value_form"_a, "starts"_a, "keys"_a, "values"_a, "stream"_a = nb::none());
   if (nb::handle known = nb::type<gnomon::Blocks>(); known.is_valid()) m.attr("Blocks") = known;
   else nb::class_<gnomon::Blocks>(m, "Blocks")
       .def(nb::init<>())
       .def("add", &gnomon::Blocks::add, "norm"_a.none(), "eps"_a, "q"_a, "k"_a, "v"_a, "o"_a, "q_norm"_a.none(), "k_norm"_a.none(), "form"_a, "freqs"_a.none(), "scale"_a, "after"_a.none(),
            "after_eps"_a, "mlp_norm"_a.none(), "mlp_eps"_a, "gate"_a, "up"_a, "down"_a, "activation"_a, "mlp_after"_a.none(), "mlp_after_eps"_a);
-  m.def("run_blocks", &gnomon::run_blocks, "blocks"_a, "x"_a, "starts"_a, "buffers"_a, "stream"_a = nb::none());
+  m.def("run_blocks", &gnomon::run_blocks, "blocks"_a, "x"_a, "starts"_a, "buffers"_a, "before"_a.none(), "stream"_a = nb::none());
   m.def("heads", &gnomon::heads, "x"_a, "norm"_a.none(), "eps"_a, "q"_a, "k"_a, "v"_a, "q_norm"_a.none(), "k_norm"_a.none(), "form"_a, "offset"_a.none(), "freqs"_a.none(),
         "stream"_a = nb::none());
   m.def("attention_layer", &gnomon::attention_layer, "x"_a, "norm"_a.none(), "eps"_a, "q"_a, "k"_a, "v"_a, "o"_a, "q_norm"_a.none(), "k_norm"_a.none(), "form"_a, "offset"_a, "freqs"_a.none(),

@@ -211,7 +211,7 @@ class RunBlocks : public mx::Primitive {
   RunBlocks(mx::Stream s, Blocks blocks, std::vector<int32_t> starts) : Primitive(s), blocks_(std::move(blocks)), starts_(std::move(starts)) {}
   const char* name() const override { return "GnomonBlocks"; }
   void eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) override { throw std::runtime_error("GnomonBlocks runs on the CPU only"); }
-  // inputs: x, then keys and values by turns; outputs: y, then the buffers that were given, on which depends whoever needs what was appended
+  // inputs: x, then keys and values by turns, then what is waited for; outputs: y, and one byte
   void eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) override {
     struct Work {
       Blocks blocks;
@@ -221,16 +221,16 @@ class RunBlocks : public mx::Primitive {
       std::vector<std::shared_ptr<mx::array::Data>> held;  // until the step has run
     };
     auto w = std::make_shared<Work>(Work{blocks_, starts_, Rows(in[0]), {}, {}});
-    allocate(out[0]);
+    for (auto& o : out) allocate(o);
+    *out[1].data<uint8_t>() = 1;
     for (size_t i = 0; i < blocks_.all.size(); i++) {
       Buffers& both = w->buffers.emplace_back();
       both.slots = in[1 + 2 * i].shape(2);
       for (int j = 0; j < 2; j++) {
         const size_t n = 1 + 2 * i + j;
         if (!in[n].flags().row_contiguous) throw std::invalid_argument("buffers of keys and values must be contiguous to be appended to in place");
-        out[n].copy_shared_buffer(in[n]);
-        w->held.push_back(out[n].data_shared_ptr());
-        both.data[j] = out[n].data<char>();
+        w->held.push_back(in[n].data_shared_ptr());
+        both.data[j] = const_cast<char*>(in[n].data<char>());
       }
     }
     if (in[0].size() == 0) return;
@@ -265,13 +265,9 @@ class RunBlocks : public mx::Primitive {
 };
 }  // namespace
 
-std::optional<std::vector<mx::array>> run_blocks(const Blocks& blocks, const mx::array& x, const std::vector<int>& starts, const std::vector<mx::array>& buffers, mx::StreamOrDevice s) {
+std::optional<std::pair<mx::array, mx::array>> run_blocks(const Blocks& blocks, const mx::array& x, const std::vector<int>& starts, const std::vector<mx::array>& buffers,
+                                                          const std::optional<mx::array>& before, mx::StreamOrDevice s) {
   if (buffers.size() != 2 * blocks.all.size() || x.ndim() != 3 || starts.size() != static_cast<size_t>(x.shape(0))) return std::nullopt;
-  std::vector<mx::array> in{x};
-  in.reserve(1 + buffers.size());
-  std::vector<mx::Shape> shapes{x.shape()};
-  std::vector<mx::Dtype> types(1 + buffers.size(), x.dtype());
-  shapes.reserve(1 + buffers.size());
   for (size_t i = 0; i < buffers.size(); i++) {
     const auto& b = buffers[i];
     const AttentionParts& a = blocks.all[i / 2]->attention;
@@ -280,10 +276,14 @@ std::optional<std::vector<mx::array>> run_blocks(const Blocks& blocks, const mx:
     for (size_t row = 0; row < starts.size(); row++)
       if (starts[row] < 0 || starts[row] + x.shape(1) > b.shape(2))
         throw std::out_of_range("row " + std::to_string(row) + " ends at " + std::to_string(starts[row] + x.shape(1)) + " of " + std::to_string(b.shape(2)) + " slots");
-    in.push_back(b);
-    shapes.push_back(b.shape());
   }
+  std::vector<mx::array> in;
+  in.reserve(2 + buffers.size());
+  in.push_back(x);
+  in.insert(in.end(), buffers.begin(), buffers.end());
+  if (before) in.push_back(*before);
   auto p = std::make_shared<RunBlocks>(mx::to_stream(s), blocks, std::vector<int32_t>(starts.begin(), starts.end()));
-  return mx::array::make_arrays(std::move(shapes), types, p, in);
+  auto made = mx::array::make_arrays({x.shape(), {1}}, {x.dtype(), mx::uint8}, p, in);
+  return std::pair(made[0], made[1]);
 }
 }  // namespace gnomon

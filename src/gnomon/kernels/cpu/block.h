@@ -102,8 +102,10 @@ struct Blocks {
 };
 
 // The blocks over x [B, L, K]: attention appends to `buffers` (keys and values by turns) at positions `starts` [B], where they lie, as attention_layer
-// does; both residuals are added. Returns the last one's output and the buffers after the append; nothing if a buffer's type or shape is another
-// than the heads'. Throws std::out_of_range where a row doesn't fit its buffers.
-std::optional<std::vector<mx::array>> run_blocks(const Blocks& blocks, const mx::array& x, const std::vector<int>& starts, const std::vector<mx::array>& buffers, mx::StreamOrDevice s);
+// does; both residuals are added. `before` is waited for, if given. Returns the last block's output, and an array that is computed once all is
+// appended: whoever reads the buffers depends on it, as they are no outputs (MLX's work grows with the square of those). Nothing if a buffer's type
+// or shape is another than the heads'. Throws std::out_of_range where a row doesn't fit its buffers.
+std::optional<std::pair<mx::array, mx::array>> run_blocks(const Blocks& blocks, const mx::array& x, const std::vector<int>& starts, const std::vector<mx::array>& buffers,
+                                                          const std::optional<mx::array>& before, mx::StreamOrDevice s);
 
 }  // namespace gnomon
