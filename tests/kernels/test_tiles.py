@@ -183,8 +183,11 @@ def test_a_table_is_tiled_once_it_is_a_head(native: ModuleType) -> None:
     assert (bits_of(table.as_linear(x)) == stock[1]).all()
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma3", "qwen3_moe"])
-def test_whole_models_have_the_same_bits(native: ModuleType, model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("model_type", "integer"), [("llama", True), ("gemma3", False), ("qwen3_moe", False)])
+def test_whole_models_have_the_same_bits(
+    native: ModuleType, model_type: str, integer: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dispatch.choose(True, integer)
     tokens = mx.array(np.random.default_rng(0).integers(0, VOCAB_SIZE, (2, 30)))
 
     def logits(model: nn.Module, step: bool) -> list[Any]:
@@ -210,16 +213,16 @@ def test_whole_models_have_the_same_bits(native: ModuleType, model_type: str, mo
 
     plain, tiled = model(), model()
     stock = logits(plain, step=False)
-    swapped = layers.swap(tiled, native, True)
+    swapped = layers.swap(tiled, native, integer)
     assert "TiledLinear" in swapped
     assert ("TiledSwitchLinear" in swapped) == (model_type == "qwen3_moe")
-    assert layers.swap(tiled, native, True) == {}
+    assert layers.swap(tiled, native, integer) == {}
     # Before any step, after one, and beside a model that isn't tiled.
     assert same(logits(tiled, step=False), stock)
     with monkeypatch.context() as patched:
         patched.setattr(layers, "tile", lambda *_: False)
         patched.setattr("gnomon.kernels.linear.tile_embedding", lambda *_: False)
-        layers.swap(plain, native, True)
+        layers.swap(plain, native, integer)
         inside = logits(plain, step=True)
     assert not any(isinstance(module, tiles.Tiled) for module in plain.modules())
     assert same(logits(tiled, step=True), inside)

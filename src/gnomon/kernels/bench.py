@@ -42,7 +42,7 @@ def _pairs(e: ModuleType) -> Iterator[Pair]:
             yield (
                 "quantized_matmul",
                 f"{rows} x {k} by {n}, 4 bits",
-                lambda x=x, w=w, s=s, b=b: e.quantized_matmul(x, w, s, b, 64, 4),
+                lambda x=x, tiled=tiled: e.quantized_matmul(x, *tiled, 64, 4, False, True),
                 lambda x=x, w=w, s=s, b=b: mx.quantized_matmul(x, w, s, b),
             )
             yield (
