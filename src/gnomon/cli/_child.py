@@ -16,14 +16,15 @@ from gnomon.isolate import run
 def make(what: Any) -> Engine:
     """The engine of a configuration, and of the model that was found for it before, if one was. Raises RuntimeError."""
     from gnomon.cli._library import find
-    from gnomon.cli._model import start_engine
+    from gnomon.cli._model import start_engine, uncollected
 
     config: Config
     found: Found | None
     config, found = what
     logs.setup(config.log)
     try:
-        return start_engine(config, found or find(config))
+        with uncollected():
+            return start_engine(config, found or find(config))
     except CommandError as error:
         raise RuntimeError(str(error)) from error
 

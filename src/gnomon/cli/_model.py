@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import sys
@@ -171,6 +172,17 @@ def load(config: Config) -> InProcess:
     with working(f"loading {found.id}"):
         loaded = start(config, found)
     return InProcess(loaded.engine, loaded.tokenizer, loaded.template, loaded.config.sampling)
+
+
+@contextmanager
+def uncollected() -> Generator[None]:
+    """No search for cyclic garbage meanwhile, nor ever among what was made: modules and an engine, which stay until the process ends."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @contextmanager
