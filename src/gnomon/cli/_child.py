@@ -16,14 +16,14 @@ from gnomon.isolate import run
 def make(what: Any) -> Engine:
     """The engine of a configuration, and of the model that was found for it before, if one was. Raises RuntimeError."""
     from gnomon.cli._library import find
-    from gnomon.cli._model import start_engine, uncollected
+    from gnomon.cli._model import start_engine, starting_up
 
     config: Config
     found: Found | None
     config, found = what
     logs.setup(config.log)
     try:
-        with uncollected():
+        with starting_up():
             return start_engine(config, found or find(config))
     except CommandError as error:
         raise RuntimeError(str(error)) from error

@@ -39,9 +39,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _serve_one(config: Config, bound: socket, ranks: Ranks | None) -> int:
-    from gnomon.cli._model import uncollected
+    from gnomon.cli._model import starting_up
 
-    with uncollected():
+    with starting_up():
         app, engine = _open(config, ranks)
     from gnomon.serve.server import serve
 
