@@ -23,6 +23,7 @@ def make(what: Any) -> Engine:
     config, found = what
     logs.setup(config.log)
     try:
+        # As in a server of one process: what was loaded stays, and looking through it would hold up tokens.
         with starting_up():
             return start_engine(config, found or find(config))
     except CommandError as error:
