@@ -1,6 +1,6 @@
 """Attention layers that append to the state's buffers themselves: the same bits, and nobody else's tokens touched."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -10,25 +10,13 @@ import numpy as np
 import pytest
 
 from batch_walk import new_state_of
-from gnomon.kernels import blocks, dispatch, layers, operations
+from gnomon.kernels import blocks, dispatch, layers
 from gnomon.state.batch_state import BatchState
 from gnomon.state.full import FullLayer
 from kernels.oracle import bits_of
 from tiny_models import CONFIGS, VOCAB_SIZE, make
 
 TOKENS = np.random.default_rng(3).integers(0, VOCAB_SIZE, 600)
-
-
-@pytest.fixture
-def native(kernels: ModuleType) -> Iterator[ModuleType]:
-    kernels.set_isa("auto")
-    kernels.set_threads(2)
-    dispatch.install(operations.ALL, kernels)
-    dispatch.choose(True)
-    yield kernels
-    dispatch.choose(False)
-    dispatch.uninstall()
-    dispatch.stock_calls.clear()
 
 
 @pytest.fixture
