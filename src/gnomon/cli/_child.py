@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from typing import Any
 
@@ -23,9 +24,12 @@ def make(what: Any) -> Engine:
     config, found = what
     logs.setup(config.log)
     try:
-        return start_engine(config, found or find(config))
+        engine = start_engine(config, found or find(config))
     except CommandError as error:
         raise RuntimeError(str(error)) from error
+    # As in a server of one process: what was loaded stays, and looking through it would hold up tokens.
+    gc.freeze()
+    return engine
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -37,6 +37,8 @@ class EventStream:
         self._capacity = capacity
         self._pending: deque[Event] = deque()
         self._wake = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+        self._silent_at = 0.0
         self._open: set[str] = set()
         self._closed = False
         self._overflowed = False
@@ -98,9 +100,10 @@ class EventStream:
         self._delivered()
         if not (self._pending or self._overflowed or self.ended):
             self._wake.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(timeout):
-                    await self._wake.wait()
+            self._silent_at = math.inf if timeout is None else self._loop.time() + timeout
+            if timeout is not None and self._timer is None:
+                self._timer = self._loop.call_at(self._silent_at, self._silence)
+            await self._wake.wait()
         if self._overflowed:
             raise APIError(
                 503,
@@ -113,6 +116,16 @@ class EventStream:
         if self._tracer.enabled:
             self._handed = sum(isinstance(event, Delta) for event in events)
         return events
+
+    def _silence(self) -> None:
+        """One timer runs for many waits: setting and cancelling one for each token costs more than its text."""
+        self._timer = None
+        if self._wake.is_set():
+            return
+        if self._loop.time() >= self._silent_at:
+            self._wake.set()
+        elif self._silent_at < math.inf:
+            self._timer = self._loop.call_at(self._silent_at, self._silence)
 
     def _delivered(self) -> None:
         """Whoever asks for more, or closes, has written what it was given before: that ends these deliveries."""
@@ -131,6 +144,8 @@ class EventStream:
         if not self._closed:
             self._closed = True
             self._pending.clear()
+            if self._timer is not None:
+                self._timer.cancel()
             self.cancel()
             self._delivered()
             for request_id in self._traced:

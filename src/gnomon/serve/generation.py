@@ -113,19 +113,20 @@ class Choice:
             if runs[-1] and _rank(part) < _rank(runs[-1][-1]):
                 runs.append([])
             runs[-1].append(part)
-        pieces = [
+        logprobs, self.held = tuple(self.held), []
+        last = len(runs) - 1
+        return [
             Piece(
                 self.index,
                 content=_text(run, "content"),
                 reasoning=_text(run, "reasoning"),
                 calls=tuple(part for part in run if not isinstance(part, Segment)),
+                logprobs=() if place else logprobs,
+                finish=finish if place == last else None,
+                stop=stop if place == last else None,
             )
-            for run in runs
+            for place, run in enumerate(runs)
         ]
-        logprobs, self.held = tuple(self.held), []
-        pieces[0] = replace(pieces[0], logprobs=logprobs)
-        pieces[-1] = replace(pieces[-1], finish=finish, stop=stop)
-        return pieces
 
 
 def _rank(part: Part) -> int:

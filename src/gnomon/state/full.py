@@ -37,7 +37,12 @@ class FullLayer(KeptLayer[KVCache]):
     # What models call.
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Append `[B, heads, width, dim]` and return all keys and values `[B, heads, n, dim]`, n being the longest row's end."""
+        """Append `[B, heads, width, dim]` and return all keys and values `[B, heads, n, dim]`, n being the longest row's end.
+
+        Raises RuntimeError in a flat window, which is appended in place only.
+        """
+        if self.rows.is_flat:
+            raise RuntimeError("a flat window is appended in place only")
         self._settle()
         if self._lone is not None:
             return cast(KeysValues, self._lone.update_and_fetch(keys, values))
@@ -66,10 +71,7 @@ class FullLayer(KeptLayer[KVCache]):
 
     def hides_only_later(self, mask: mx.array | str | None) -> bool:
         """Whether a mask of the open forward hides nothing but each query's later positions."""
-        rows = self.rows
-        if isinstance(mask, str):
-            return mask == "causal"
-        return rows.width == 1 if mask is None else mask is rows.known(_mask_key(self.mask_ndim))
+        return hides_only_later(self.rows, self.mask_ndim, mask)
 
     def room(self) -> KeysValues | None:
         """The buffers of `in_place`, whatever the mask."""
@@ -92,6 +94,12 @@ class FullLayer(KeptLayer[KVCache]):
             own.write(0, 0, lone.keys[..., : lone.offset, :], lone.values[..., : lone.offset, :])
             lone.keys, lone.values, self._is_shared = own.keys, own.values, False
         return cast("KeysValues", (lone.keys, lone.values))
+
+    @property
+    def flat_type(self) -> mx.Dtype | None:
+        """The type of keys of which a flat window can be appended, in place only; None if none can: it takes several rows."""
+        keys = self._buffer.keys
+        return keys.dtype if self._lone is None and keys is not None else None
 
     def appends(self, appending: mx.array) -> None:
         """A kernel was given the buffers of `in_place` and appends the open window to them; `appending` is computed once it has."""
@@ -267,6 +275,13 @@ def full_mask(
         return mask if mask_ndim == 4 else mask[:, :, None]
 
     return rows.memo(_mask_key(mask_ndim, window_size), make)
+
+
+def hides_only_later(rows: Rows, mask_ndim: int, mask: mx.array | str | None) -> bool:
+    """Whether a mask of the open forward, over slots that are positions, hides nothing but each query's later ones."""
+    if isinstance(mask, str):
+        return mask == "causal"
+    return rows.width == 1 if mask is None else mask is rows.known(_mask_key(mask_ndim))
 
 
 def _mask_key(mask_ndim: int, window_size: int | None = None) -> Hashable:
