@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
 import httpx
 
@@ -31,9 +31,13 @@ class Child:
     def resident_bytes(self) -> int:
         return resident_bytes(self.pid)
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self, **query: str) -> dict[str, Any]:
         """GET /stats, which Gnomon has."""
-        return self.client.get("/stats").json()
+        try:
+            return self.client.get("/stats", params=query).json()
+        except httpx.TransportError:
+            # The server may close a kept connection in the moment in which it is used.
+            return self.client.get("/stats", params=query).json()
 
     def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """The JSON of an answer. Raises RuntimeError with what it says where its status isn't 200."""
@@ -41,6 +45,11 @@ class Child:
         if response.status_code != 200:
             raise RuntimeError(f"{path}: {response.status_code} {response.text[:300]}")
         return response.json()
+
+
+def _last_words(log: IO[bytes]) -> str:
+    log.seek(0)
+    return " / ".join(log.read().decode(errors="replace").strip().splitlines()[-3:])
 
 
 @contextmanager
@@ -65,11 +74,14 @@ def running(
                     if client.get("/v1/models").status_code == 200:
                         break
                 if process.poll() is not None or time.perf_counter() - begun > START_SECONDS:
-                    log.seek(0)
-                    words = log.read().decode(errors="replace").strip().splitlines()[-3:]
-                    raise RuntimeError(f"the server didn't start (exit status {process.poll()}): {' / '.join(words)}")
+                    raise RuntimeError(f"the server didn't start (exit status {process.poll()}): {_last_words(log)}")
                 time.sleep(0.05)
-            yield Child(f"http://127.0.0.1:{port}", process.pid, time.perf_counter() - begun, client)
+            try:
+                yield Child(f"http://127.0.0.1:{port}", process.pid, time.perf_counter() - begun, client)
+            except Exception as error:
+                if process.poll() is not None:
+                    error.add_note(f"the server ended with exit status {process.poll()}: {_last_words(log)}")
+                raise
         finally:
             client.close()
             process.terminate()

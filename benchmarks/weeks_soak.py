@@ -90,7 +90,7 @@ def every_engine(child: Child) -> list[dict[str, Any]]:
     if "pool" not in stats:
         return [stats]
     live = [row["id"] for row in stats["pool"]["models"] if row["pid"] is not None]
-    each = [child.client.get("/stats", params={"model": name}).json() for name in live]
+    each = [child.stats(model=name) for name in live]
     return [one for one in each if "memory" in one]
 
 

@@ -1,11 +1,15 @@
 """Does an independent load generator measure what our own suite measures? AIPerf and the suite's closed loop, in turns, on one server.
 
-uv run python benchmarks/load_check/check.py MODEL [--server URL] [--rounds 5] [--clients 4] [--calls 6] [--tokens 48] [--out FOLDER]
+uv run python benchmarks/load_check/check.py MODEL [--server URL] [--pace SECONDS] [--cores SERVER GENERATOR] [--rounds 5]
+        [--clients 4] [--calls 6] [--tokens 48] [--words N] [--out FOLDER]
 
-MODEL is served by a child process unless --server names one that runs already; AIPerf reads its tokenizer. AIPerf comes from the Python
-registry into an environment of its own (uv). Prompts, limits and sampling are the same on both sides, no prompt comes twice, and who
-goes first alternates. For each metric the ratio of AIPerf's value over ours has Student's interval over the rounds' log-ratios: the two
-agree if it holds 1, or lies within 5 % of 1; an interval wider than a factor of 1.25 either way tells nothing.
+MODEL is served by a child process unless --server names one that runs already; AIPerf reads its tokenizer. A generator takes processor
+time from a server beside it, and the two generators don't take alike: with --pace the server's forwards begin at most so often, whatever
+the processor does (a request waits for the next one: let --words make them many, so that this counts little); with --cores server and
+generators have a core each (the server's `--flags='--threads 1'`). AIPerf comes from the Python registry into an environment of its own
+(uv). Prompts, limits and sampling are the same on both sides, no prompt comes twice, and who goes first alternates. Rounds that FOLDER
+holds from earlier calls are joined. For each metric the ratio of AIPerf's value over ours has Student's interval over the rounds' log-
+ratios: the two agree if it holds 1, or lies within 5 % of 1; an interval wider than a factor of 1.25 either way tells nothing.
 """
 
 from __future__ import annotations
@@ -13,14 +17,16 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import shlex
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -101,9 +107,22 @@ def server(args: argparse.Namespace) -> Generator[str]:
     if args.server is not None:
         yield args.server.rstrip("/").removesuffix("/v1")
         return
-    flags = ["--no-open", *shlex.split(args.flags)]
-    with running(lambda port: gnomon_command(args.model, *flags)(port)) as child:
+    command = gnomon_command(args.model, "--no-open", *shlex.split(args.flags))
+    if args.pace is not None:
+        command = paced_command(args.model, args.pace, args.clients)
+    if args.cores is not None:
+        # A child keeps to the cores that its parent had when it was started.
+        os.sched_setaffinity(0, {args.cores[0]})
+    with running(command) as child:
+        if args.cores is not None:
+            os.sched_setaffinity(0, {args.cores[1]})
         yield child.url
+
+
+def paced_command(model: Path, seconds: float, batch: int) -> Callable[[int], list[str]]:
+    """Command line of a server of `model` that keeps a pace, by port."""
+    program = [sys.executable, str(Path(__file__).with_name("paced.py")), str(model)]
+    return lambda port: [*program, "--port", str(port), "--pace", str(seconds), "--batch", str(batch)]
 
 
 def told(rounds: Sequence[dict[str, dict[str, float]]]) -> tuple[str, bool]:
@@ -136,28 +155,48 @@ def main() -> int:
     parser.add_argument(
         "--flags", default="", metavar="='--FLAG …'", help="flags of the server that is started otherwise"
     )
+    parser.add_argument(
+        "--pace", type=float, metavar="SECONDS", help="let the server's forwards begin at least so far apart"
+    )
+    parser.add_argument(
+        "--cores", type=int, nargs=2, metavar=("SERVER", "GENERATOR"), help="a core for the server, one for the rest"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--calls", type=int, default=6, help="requests of each client and round")
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument(
+        "--words", type=int, default=0, help="words of a prompt, each about a token; else some 30 tokens"
+    )
+    parser.add_argument(
         "--out", type=Path, help="keep AIPerf's artifacts and the result here (default: a temporary folder)"
     )
     args = parser.parse_args()
-    if args.rounds < 2:
-        parser.error("--rounds must be at least 2: one round has no interval")
+    if args.server is not None and (args.pace is not None or args.cores is not None):
+        parser.error("--pace and --cores are for a server that is started here")
+    if args.pace is not None and args.flags:
+        parser.error("--flags are not for a paced server")
     out = (args.out or Path(tempfile.mkdtemp(prefix="load_check_"))).resolve()
     cell = Cell.parse(f"stream:{args.clients}x{args.tokens}")
-    rounds: list[dict[str, dict[str, float]]] = []
+    kept = out / "rounds.json"
+    asked = {name: value for name, value in vars(args).items() if name not in ("rounds", "out", "model")}
+    before = json.loads(kept.read_text()) if kept.exists() else {"asked": asked, "rounds": []}
+    if before["asked"] != asked:
+        parser.error(f"--out: {out} holds rounds of other arguments: {before['asked']}")
+    rounds: list[dict[str, dict[str, float]]] = before["rounds"]
+    if len(rounds) + args.rounds < 2:
+        parser.error("one round has no interval: --rounds must be at least 2, or --out hold others")
+    out.mkdir(parents=True, exist_ok=True)
     with server(args) as url, httpx.Client(base_url=url, timeout=600, trust_env=False) as client:
         served = client.get("/v1/models").json()["data"][0]["id"]
 
         def prompts(number: int) -> list[list[str]]:
             work = Workload(cell, number, int(time.time()))
-            return [[work.text(n * args.calls + call) for call in range(args.calls)] for n in range(args.clients)]
+            text = partial(work.long_text, args.words) if args.words else work.text
+            return [[text(n * args.calls + call) for call in range(args.calls)] for n in range(args.clients)]
 
         ours(client, [[one[0]] for one in prompts(-1)], args.tokens)
-        for number in range(args.rounds):
+        for number in range(len(rounds), len(rounds) + args.rounds):
             found: dict[str, dict[str, float]] = {}
             for side in ("ours", "aiperf") if number % 2 == 0 else ("aiperf", "ours"):
                 texts = prompts(2 * number + (side == "ours"))
@@ -168,7 +207,7 @@ def main() -> int:
                 )
             rounds.append(found)
             print(f"round {number}: {json.dumps(found)}", flush=True)
-            (out / "rounds.json").write_text(json.dumps(rounds, indent=1))
+            kept.write_text(json.dumps({"asked": asked, "rounds": rounds}, indent=1))
     table, agree = told(rounds)
     print(f"{table}\n{out}")
     return 0 if agree else 1

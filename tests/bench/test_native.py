@@ -40,7 +40,15 @@ def sides(model_directory: Path) -> Iterator[dict[str, Side]]:
 
 
 @pytest.mark.parametrize(
-    "cell", ["prompt:70", "prompt:1", "decode:12@0", "decode:12@100", "decode:8@5000", "batch:3x9"]
+    "cell",
+    [
+        "prompt:70",
+        pytest.param("prompt:1", marks=pytest.mark.slow),
+        "decode:12@0",
+        "decode:12@100",
+        "decode:8@5000",
+        "batch:3x9",
+    ],
 )
 def test_both_sides_do_the_same_work(sides: dict[str, Side], cell: str) -> None:
     parsed = Cell.parse(cell)

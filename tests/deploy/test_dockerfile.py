@@ -21,7 +21,7 @@ from gnomon.cli.main import build_parser
 from gnomon.config import HTTPConfig, resolve
 from gnomon.engine.api import Health
 from gnomon.kernels.build import COMPILERS
-from gnomon.serve.server import StartupError, bind
+from gnomon.serve.listen import StartupError, bind
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]

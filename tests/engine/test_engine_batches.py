@@ -118,7 +118,7 @@ def run(model_type: str, dtype: str, rows: int, chunk: int, wanted: list[Plan]) 
     return ties, len(wanted)
 
 
-@pytest.mark.parametrize("rows", [2, 3, 8])
+@pytest.mark.parametrize("rows", [2, pytest.param(3, marks=pytest.mark.slow), 8])
 @pytest.mark.parametrize("model_type", TYPES)
 def test_batches_give_the_solo_tokens(model_type: str, rows: int) -> None:
     @settings(max_examples=4, deadline=None, derandomize=True, database=None)

@@ -15,6 +15,7 @@ from gnomon.config import EngineConfig, KvScheme
 from gnomon.engine.api import Request
 from gnomon.engine.coding import coding_for
 from gnomon.engine.workspace import LIMIT, Workspace, workspace_of
+from gnomon.kernels import codes, dispatch
 
 QWEN = Workspace(24 * 2)
 """Qwen3.8-27B: 24 query heads in bfloat16."""
@@ -62,6 +63,15 @@ def test_where_scores_are_held(model_type: str, shape: dict[str, Any], scheme: K
     loaded = replace(loaded, config=config)
     coding = None if scheme is None else coding_for(loaded, scheme)
     assert workspace_of(loaded, coding).pair_bytes == want
+
+
+def test_kernels_that_read_codes_hold_no_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = tiny_loaded("llama", model=tiny_models.make("llama", head_dim=64))
+    coding = coding_for(loaded, KvScheme("affine", bits=4))
+    assert workspace_of(loaded, coding).pair_bytes
+    monkeypatch.setattr(dispatch.thread, "native", True)
+    monkeypatch.setattr(codes, "installed", lambda: ["coded_attention"])
+    assert not workspace_of(loaded, coding).pair_bytes
 
 
 def test_a_prompt_runs_in_the_narrower_windows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,6 +169,56 @@ def test_a_frozen_child_is_killed(make) -> None:
     assert ask(engine, SAY, "next").wait() == whole("next")
 
 
+def test_a_parent_that_stood_still_kills_no_child(make) -> None:
+    """Nor when both stood still, as on a machine that was paused."""
+    engine = make(None, dataclasses.replace(QUICK, silence=1, submit=1))
+    engine.wait()
+    pid = engine.process()["pid"]
+    for both in (False, True):
+        heard = Heard()
+
+        def stand(event: Event, heard: Heard = heard, both: bool = both) -> None:
+            # On the thread that listens to the child.
+            if isinstance(event, Delta) and event.text == " two":
+                if both:
+                    os.kill(pid, signal.SIGSTOP)
+                time.sleep(3)
+                if both:
+                    os.kill(pid, signal.SIGCONT)
+            heard(event)
+
+        engine.submit(Request(f"r{both}", (HANG,)), stand)
+        engine.cancel(f"r{both}")
+        assert isinstance(heard.wait()[-1], Finished)
+        eventually(lambda: engine.health().state == "ok")
+    assert (engine.process()["pid"], engine.process()["restarts"]) == (pid, 0)
+
+
+@pytest.mark.slow
+def test_a_child_that_freezes_within_a_message_is_killed(make) -> None:
+    engine = make()
+    engine.wait()
+    pid, go, heard = engine.process()["pid"], threading.Event(), Heard()
+
+    def hold(event: Event) -> None:
+        heard(event)
+        if isinstance(event, Delta) and event.text == " two":
+            assert go.wait(120)
+
+    # While nobody reads, what the child says stands in the socket, and most of a large message still with the child.
+    engine.submit(Request("held", (HANG,)), hold)
+    engine.cancel("held")
+    eventually(lambda: len(heard.events) == 2)
+    vectors = engine.embed([()] * 300_000)
+    time.sleep(1)
+    os.kill(pid, signal.SIGSTOP)
+    go.set()
+    with pytest.raises(EngineUnavailable, match="SIGKILL"):
+        vectors.result(120)
+    assert not Path(f"/proc/{pid}").exists()
+    assert ask(engine, SAY, "next").wait() == whole("next")
+
+
 def test_a_model_that_cannot_be_loaded(make) -> None:
     engine = make("unloadable")
     with pytest.raises(RuntimeError, match="there is no such model"):

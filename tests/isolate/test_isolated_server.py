@@ -12,8 +12,8 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import openai
 import pytest
@@ -28,9 +28,26 @@ def model(tmp_path_factory) -> Path:
     return make(tmp_path_factory.mktemp("models") / "tiny")
 
 
-@contextmanager
-def serving(*argv: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    command = [sys.executable, "-m", "gnomon.cli.main", "serve", *argv, "--port", "0", "--isolate", "--l1", "--no-open"]
+class Server(NamedTuple):
+    process: subprocess.Popen[str]
+    url: str
+
+
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[Server]:
+    """One server for all tests, each of which leaves it healthy. At its end it ends its engine's process too."""
+    command = [
+        sys.executable,
+        "-m",
+        "gnomon.cli.main",
+        "serve",
+        str(model),
+        "--port",
+        "0",
+        "--isolate",
+        "--l1",
+        "--no-open",
+    ]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=clean_environment()
     )
@@ -38,7 +55,11 @@ def serving(*argv: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
         assert process.stdout is not None
         found = re.search(r"serves (\S+) at (http://\S+)", process.stdout.readline())
         assert found, process.stderr.read() if process.stderr else ""
-        yield process, found[2]
+        yield Server(process, found[2])
+        engine = get(f"{found[2]}/engine")["pid"]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(120) == 0
+        assert not Path(f"/proc/{engine}").exists()
     finally:
         process.kill()
         process.communicate()
@@ -60,76 +81,72 @@ def healthy(url: str) -> None:
             time.sleep(0.1)
 
 
-def test_the_answer_is_the_same_and_the_parent_has_no_mlx(model: Path) -> None:
+def test_the_answer_is_the_same_and_the_parent_has_no_mlx(model: Path, server: Server) -> None:
     arguments = ("--prompt", "abc", "--temp", "0", "--max-tokens", "12", "--raw")
     alone = gnomon("generate", str(model), "--l1", *arguments)
-    with serving(str(model)) as (process, url):
-        asked = gnomon("generate", "--server", url, *arguments)
-        assert asked.stdout == alone.stdout
-        about = get(f"{url}/engine")
-        assert (about["isolated"], about["restarts"], about["state"]) == (True, 0, "ok")
-        maps = Path(f"/proc/{process.pid}/maps").read_text()
-        assert "libmlx" not in maps
-        assert "libmlx" in Path(f"/proc/{about['pid']}/maps").read_text()
-        assert get(f"{url}/v1/models")["data"][0]["id"] == "tiny"
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
-        assert not Path(f"/proc/{about['pid']}").exists()
+    process, url = server
+    asked = gnomon("generate", "--server", url, *arguments)
+    assert asked.stdout == alone.stdout
+    about = get(f"{url}/engine")
+    assert (about["isolated"], about["state"]) == (True, "ok")
+    maps = Path(f"/proc/{process.pid}/maps").read_text()
+    assert "libmlx" not in maps
+    assert "libmlx" in Path(f"/proc/{about['pid']}/maps").read_text()
+    assert get(f"{url}/v1/models")["data"][0]["id"] == "tiny"
 
 
-def test_killing_the_child_ends_its_streams_and_nothing_else(model: Path) -> None:
-    with serving(str(model)) as (process, url):
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-        kept = client.responses.create(model="tiny", input="keep me", max_output_tokens=3)
-        stream = client.chat.completions.create(
-            model="tiny",
-            messages=[{"role": "user", "content": "abc"}],
-            stream=True,
-            max_tokens=50_000,
-            extra_body={"ignore_eos": True},
-        )
-        chunks = iter(stream)
-        for _ in range(3):
-            next(chunks)
-        os.kill(get(f"{url}/engine")["pid"], signal.SIGKILL)
-        with pytest.raises(openai.APIError, match="was killed by SIGKILL during the answer") as broken:
-            list(chunks)
-        assert broken.value.code == "engine_died"
-        # No wait in between: it is answered by the next child.
-        again = client.chat.completions.create(
-            model="tiny", messages=[{"role": "user", "content": "abc"}], max_tokens=4
-        )
-        assert again.usage is not None
-        assert again.usage.completion_tokens == 4
-        # What the server itself holds outlives the engine.
-        assert client.responses.retrieve(kept.id).output_text == kept.output_text
-        healthy(url)
-        assert get(f"{url}/engine")["restarts"] == 1
-        assert process.poll() is None
+def test_killing_the_child_ends_its_streams_and_nothing_else(server: Server) -> None:
+    process, url = server
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    kept = client.responses.create(model="tiny", input="keep me", max_output_tokens=3)
+    stream = client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "abc"}],
+        stream=True,
+        max_tokens=50_000,
+        extra_body={"ignore_eos": True},
+    )
+    chunks = iter(stream)
+    for _ in range(3):
+        next(chunks)
+    before = get(f"{url}/engine")
+    os.kill(before["pid"], signal.SIGKILL)
+    with pytest.raises(openai.APIError, match="was killed by SIGKILL during the answer") as broken:
+        list(chunks)
+    assert broken.value.code == "engine_died"
+    # No wait in between: it is answered by the next child.
+    again = client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "abc"}], max_tokens=4)
+    assert again.usage is not None
+    assert again.usage.completion_tokens == 4
+    # What the server itself holds outlives the engine.
+    assert client.responses.retrieve(kept.id).output_text == kept.output_text
+    healthy(url)
+    assert get(f"{url}/engine")["restarts"] == before["restarts"] + 1
+    assert process.poll() is None
 
 
-def test_a_grammar_and_logprobs_come_through(model: Path) -> None:
-    with serving(str(model)) as (_, url):
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-        made = client.chat.completions.create(
-            model="tiny",
-            messages=[{"role": "user", "content": "abc"}],
-            logprobs=True,
-            top_logprobs=2,
-            extra_body={"guided_choice": ["yes", "no"]},
-        )
-        assert made.choices[0].message.content in ("yes", "no")
-        assert made.choices[0].logprobs is not None
-        echoed = client.completions.create(model="tiny", prompt="abc", echo=True, logprobs=1, max_tokens=0).choices[0]
-        assert echoed.text == "abc"
-        assert echoed.logprobs is not None
-        assert echoed.logprobs.token_logprobs is not None
-        assert all(score < 0 for score in echoed.logprobs.token_logprobs[1:])
-        assert len(echoed.logprobs.token_logprobs) > 1
-        with pytest.raises(openai.BadRequestError, match="context"):
-            client.completions.create(model="tiny", prompt="a" * 200_000, max_tokens=1)
-        with pytest.raises(openai.BadRequestError, match="prompt has 200000 tokens, but must have 1 to "):
-            client.completions.create(model="tiny", prompt="a" * 200_000, max_tokens=0, echo=True, logprobs=0)
+def test_a_grammar_and_logprobs_come_through(server: Server) -> None:
+    url = server.url
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    made = client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "abc"}],
+        logprobs=True,
+        top_logprobs=2,
+        extra_body={"guided_choice": ["yes", "no"]},
+    )
+    assert made.choices[0].message.content in ("yes", "no")
+    assert made.choices[0].logprobs is not None
+    echoed = client.completions.create(model="tiny", prompt="abc", echo=True, logprobs=1, max_tokens=0).choices[0]
+    assert echoed.text == "abc"
+    assert echoed.logprobs is not None
+    assert echoed.logprobs.token_logprobs is not None
+    assert all(score < 0 for score in echoed.logprobs.token_logprobs[1:])
+    assert len(echoed.logprobs.token_logprobs) > 1
+    with pytest.raises(openai.BadRequestError, match="context"):
+        client.completions.create(model="tiny", prompt="a" * 200_000, max_tokens=1)
+    with pytest.raises(openai.BadRequestError, match="prompt has 200000 tokens, but must have 1 to "):
+        client.completions.create(model="tiny", prompt="a" * 200_000, max_tokens=0, echo=True, logprobs=0)
 
 
 def test_a_model_that_is_not_there_is_a_clear_error() -> None:

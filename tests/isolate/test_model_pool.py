@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 import signal
@@ -194,21 +195,21 @@ def test_waiting_is_bounded_in_number_and_time(make) -> None:
 
 
 def test_a_load_that_fails_fails_its_requests_alone(make) -> None:
-    pool = make(entry("a"), entry("b", "unloadable"), entry("c", "dies early"), places=3, limits=Limits(retry=0.5))
+    pool = make(entry("a"), entry("b", "unloadable"), entry("c", "dies early"), places=3, limits=Limits(retry=3600))
     lease = get(pool, "a")
     asked = pool.acquire("b"), pool.acquire("b")
     for one in asked:
         with pytest.raises(ModelUnavailable, match="b can't be loaded: there is no such model"):
             one.result(LONG)
-    with pytest.raises(ModelUnavailable, match=r"no such model; it is tried again in \d s at the soonest"):
+    with pytest.raises(ModelUnavailable, match=r"no such model; it is tried again in \d+ s at the soonest"):
         pool.acquire("b")
     with pytest.raises(ModelUnavailable, match="c can't be loaded: the engine's process ended with code 3, 2 times"):
         get(pool, "c")
     assert states(pool) == {"a": "resident", "b": "failed", "c": "failed"}
     assert ask(lease.parts, SAY).wait() == whole()
     assert pool.health().state == "ok"
-    time.sleep(0.5)
-    with pytest.raises(ModelUnavailable, match="there is no such model"):
+    pool.limits = dataclasses.replace(pool.limits, retry=0)
+    with pytest.raises(ModelUnavailable, match=r"there is no such model$"):
         get(pool, "b")
 
 
@@ -306,7 +307,7 @@ def test_stopping_does_not_wait_for_a_model_that_is_being_loaded(make) -> None:
     eventually(lambda: len(psutil.Process().children()) == 1)
     pool.stop()
     with pytest.raises(EngineUnavailable, match="the server was stopped"):
-        waiting.result(1)
+        waiting.result(LONG)
     assert psutil.Process().children() == []
 
 
@@ -328,7 +329,7 @@ def test_those_who_wait_at_a_drain_hear_of_it(make) -> None:
     waiting = pool.acquire("b")
     pool.drain(0)
     with pytest.raises(EngineUnavailable, match="shutting down"):
-        waiting.result(1)
+        waiting.result(LONG)
     held.release()
 
 

@@ -205,6 +205,15 @@ def test_another_mlx_is_refused_before_importing(tmp_path: Path) -> None:
         build.load(dataclasses.replace(made, toolchain=tools))
 
 
+def test_a_folder_named_mlx_on_the_path_has_no_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """mlx is a namespace package: a stranger's folder of that name becomes a part of it."""
+    (tmp_path / "mlx").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    tools = build.Toolchain("c++", "0", "0", "0", "0", "x86_64", ("avx2",), "0")
+    includes = [flag for flag in build.compile_commands(tools, tmp_path)["all"] if flag.endswith("mlx/include")]
+    assert len(includes) == 1 and (Path(includes[0]) / "mlx" / "allocator.h").is_file()
+
+
 def test_the_sources_are_in_the_package() -> None:
     names = {p.name for p in build.SOURCES.iterdir()}
     assert {

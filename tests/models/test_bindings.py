@@ -9,12 +9,12 @@ import mlx.core as mx
 import pytest
 from mlx import nn
 from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, RotatingKVCache
-from mlx_lm.utils import MODEL_REMAPPING
+from mlx_lm.utils import MODEL_ARCHITECTURE_REMAPPING, MODEL_REMAPPING
 
 import tiny_models
 from gnomon.models import bindings, supported
 from gnomon.models.bindings import UnsupportedModel, bind, refuse
-from gnomon.models.supported import model_types, supported_types
+from gnomon.models.supported import aliases, code_of, model_types, runs, supported_types
 from gnomon.models.traits import TRAITS, TRIED
 
 KINDS = {KVCache: "full", RotatingKVCache: "sliding", ArraysCache: "recurrent"}
@@ -91,6 +91,19 @@ def test_every_type_of_mlx_lm_is_listed_once() -> None:
     rows = supported_types()
     names = [row.model_type for row in rows]
     assert len(names) == len(set(names))
+    assert aliases() == MODEL_REMAPPING
+    assert {row.model_type for row in rows if row.runs is not False} == {name for name in names if runs(name)}
+    assert not runs("gpt17")
+    for (model_type, architecture), own in MODEL_ARCHITECTURE_REMAPPING.items():
+        assert code_of(model_type, ["Another", architecture]) == own
+        assert code_of(model_type, ["Another"]) == model_type
+    assert [code_of(name, ()) for name in ("mistral", "lille-130m", "base", "../models/llama", "")] == [
+        "llama",
+        "lille-130m",
+        None,
+        None,
+        None,
+    ]
     assert set(MODEL_REMAPPING) <= set(names)
     assert model_types() <= set(names)
     for name in ("llama", "solar_open", "lille-130m", "qwen3_vl_moe"):  # each defines or imports a Model

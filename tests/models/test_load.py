@@ -8,13 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
 import tiny_models
+from gnomon.models import load as load_module
+from gnomon.models import plain
 from gnomon.models.bindings import UnsupportedModel
-from gnomon.models.load import LoadedModel, ModelError, load
+from gnomon.models.load import LoadedModel, ModelError, load, read_config
+from gnomon.models.load import _converted as converted_by_mlx_lm
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +43,8 @@ def _edit(file: Path, **changes: Any) -> None:
 def test_a_saved_model_is_what_mlx_lm_loads(model_type: str, tmp_path: Path) -> None:
     path = tiny_models.save(model_type, tmp_path / model_type, "bfloat16")
     loaded = load(path)
-    theirs, _ = load_model(path)
+    theirs, understood = load_model(path)
+    assert loaded.config == understood
     tokens = mx.array([[5, 9, 200, 31]])
     mine = loaded.model(tokens, cache=loaded.binding.make_caches())
     assert mx.array_equal(mine, theirs(tokens, cache=make_prompt_cache(theirs)))
@@ -49,6 +55,67 @@ def test_a_saved_model_is_what_mlx_lm_loads(model_type: str, tmp_path: Path) -> 
     weights = mx.load(str(path / "model.safetensors"))
     assert isinstance(weights, dict)
     assert loaded.weight_bytes == sum(x.nbytes for x in weights.values())
+
+
+def _packed(path: Path, mode: str, group_size: int, named: bool) -> None:
+    """Quantize a saved model, one layer at 8 bits; only where `named` does its configuration say so of each layer."""
+    model, config = load_model(path)
+    settings: dict[str, Any] = {"group_size": group_size, "bits": 4, "mode": mode}
+    eight = {"group_size": 32, "bits": 8, "mode": "affine"}
+    odd = "model.layers.1.mlp.up_proj"
+    nn.quantize(
+        model,
+        **settings,
+        class_predicate=lambda name, m: hasattr(m, "to_quantized") and (eight if name == odd else True),
+    )
+    mx.save_safetensors(str(path / "model.safetensors"), dict(tree_flatten(model.parameters())))
+    each = {name: eight if name == odd else settings for name, m in model.named_modules() if hasattr(m, "bits")}
+    _edit(path / "config.json", **config, quantization={**settings, **(each if named else {})})
+
+
+@pytest.mark.parametrize(
+    ("mode", "group_size", "named", "converted"),
+    [("affine", 32, True, False), ("affine", 32, False, False), ("mxfp4", 32, True, True), ("mxfp4", 32, False, True)],
+)
+def test_a_packed_model_is_what_mlx_lm_loads(
+    directory: Path, mode: str, group_size: int, named: bool, converted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _packed(directory, mode, group_size, named)
+    calls: list[Path] = []
+    monkeypatch.setattr(load_module, "_converted", lambda path: (calls.append(path), converted_by_mlx_lm(path))[1])
+    loaded = load(directory)
+    theirs, understood = load_model(directory)
+    assert loaded.config == understood
+    assert bool(calls) is converted
+    mine, its = (dict(tree_flatten(one.parameters())) for one in (loaded.model, theirs))
+    assert mine.keys() == its.keys()
+    assert all(mx.array_equal(array, its[name]) for name, array in mine.items())
+    tokens = mx.array([[5, 9, 200, 31]])
+    assert mx.array_equal(loaded.model(tokens), theirs(tokens))
+    shapes = {name: (m.bits, m.group_size) for name, m in loaded.model.named_modules() if hasattr(m, "bits")}
+    assert shapes["model.layers.1.mlp.up_proj"] == (8, 32)
+    assert shapes["model.layers.0.mlp.up_proj"] == (4, group_size)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"quantization_config": {"quant_method": "awq"}},
+        {"text_config": {"quantization_config": {"quant_method": "fp8"}}},
+        {"quantize_activations": True},
+        {"rope_theta": {"__float__": "Infinity"}},
+        {"quantization": {"group_size": 32, "bits": 4, "mode": "nvfp4"}},
+    ],
+)
+def test_what_must_be_converted_is_left_to_mlx_lm(directory: Path, changes: dict[str, Any]) -> None:
+    assert plain.build(directory, "llama", read_config(directory), {}) is not None
+    _edit(directory / "config.json", **changes)
+    assert plain.build(directory, "llama", read_config(directory), {}) is None
+
+
+def test_other_exporters_settings_are_left_to_mlx_lm(directory: Path) -> None:
+    (directory / "hf_quant_config.json").write_text("{}")
+    assert plain.build(directory, "llama", read_config(directory), {}) is None
 
 
 @pytest.mark.parametrize(

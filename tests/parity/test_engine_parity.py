@@ -51,7 +51,7 @@ def test_a_lone_row_equals_mlx_lm_to_the_bit(model_type: str, dtype: str) -> Non
     """Chunks of 64, so that prompts end before, on and behind their borders; windows are 40 wide, so they wrap."""
     model = tiny_model(model_type, dtype)
     rig = Rig(tiny_loaded(model_type, dtype), EngineConfig(prefill_chunk=64))
-    for length in (1, 2, 39, 64, 65, 66, 150):
+    for length in (1, 2, 39, 64, 65, 66, 150) if dtype == "float32" else (2, 65, 150):
         prompt = prompt_of(length)
         seen, stop = record(model)
         steps = list(generate_step(mx.array(prompt), model, max_tokens=STEPS, prefill_step_size=64))

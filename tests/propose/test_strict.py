@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,13 @@ def decode(ids: Sequence[int]) -> str:
     return TOKENIZER.decode(ids, hide=False)
 
 
+@cache
+def template_of(file: str) -> ChatTemplate:
+    return ChatTemplate(Templated(file))
+
+
 def spans_of(tools: Sequence[dict[str, Any]], file: str = "qwen3.jinja", **kwargs: Any) -> ToolSpans | None:
-    return tool_spans(ChatTemplate(Templated(file)), tools, decode, **kwargs)
+    return tool_spans(template_of(file), tools, decode, **kwargs)
 
 
 WEATHER = tool("get_weather", {"city": {"type": "string"}}, ["city"])
@@ -58,6 +64,7 @@ TIME = tool("get_time", {"zone": {"type": "string"}}, ["zone"])
 TIMER = tool("set_timer", {"minutes": {"type": "integer"}}, ["minutes"])
 SEARCH = tool("search", {"query": {"type": "string"}, "limit": {"type": "integer"}}, ["query"])
 TOOLS = [WEATHER, TIME, TIMER]
+SPANS = spans_of(TOOLS)
 
 
 def strict(spans: ToolSpans | None, most: int = 200) -> Strict:
@@ -165,10 +172,7 @@ def test_quoted_calls_code_and_prose_never_trigger(text: str) -> None:
 @settings(max_examples=50, deadline=None)
 @given(st.text('`<t>\n ab"{}~', max_size=12), st.sampled_from(["<to", CALL + "\n<to", '<tool_call>\n{"name": "se']))
 def test_nothing_may_stand_before_a_call(before: str, trigger: str) -> None:
-    if before.strip():
-        assert asserted(spans_of(TOOLS), before + trigger) == ""
-    else:
-        assert asserted(spans_of(TOOLS), before + trigger)
+    assert bool(asserted(SPANS, before + trigger)) is not bool(before.strip())
 
 
 def test_calls_follow_calls() -> None:

@@ -17,7 +17,7 @@ from fastapi import FastAPI
 
 from gnomon.chat.constraint import Constraint
 from gnomon.chat.template import ChatTemplate
-from gnomon.config import HTTPConfig, SamplingDefaults
+from gnomon.config import FetchConfig, HTTPConfig, SamplingDefaults
 from gnomon.engine.api import (
     ChoiceFinished,
     Delta,
@@ -40,7 +40,8 @@ from gnomon.engine.api import (
     Usage,
 )
 from gnomon.serve.app import create_app
-from gnomon.serve.server import Server, address_of, bind
+from gnomon.serve.listen import address_of, bind
+from gnomon.serve.server import Server
 from gnomon.serve.services import Timing
 
 MODEL = "tests/fake-model"
@@ -230,7 +231,7 @@ class FakeEngine:
 
     def take(self) -> Job:
         """The next request that was submitted."""
-        return self._taken.get(timeout=20)
+        return self._taken.get(timeout=60)
 
     def forget(self, job: Job) -> None:
         with self._idle:
@@ -275,6 +276,7 @@ def make_app(
     http: HTTPConfig | None = None,
     sampling: SamplingDefaults | None = None,
     timing: Timing | None = None,
+    fetch: FetchConfig | None = None,
 ) -> FastAPI:
     tokenizer = ByteTokenizer(template)
     return create_app(
@@ -284,6 +286,7 @@ def make_app(
         http or HTTPConfig(),
         sampling or SamplingDefaults(),
         timing=timing,
+        fetch=fetch,
     )
 
 
@@ -315,12 +318,12 @@ def serving(app: FastAPI, engine: E, http: HTTPConfig) -> Iterator[Live[E]]:
 
     thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
     thread.start()
-    assert started.wait(20)
+    assert started.wait(60)
     try:
         yield Live(address_of(bound), bound.getsockname()[1], engine, app, servers[0])
     finally:
         servers[0].should_exit = True
-        thread.join(20)
+        thread.join(60)
         assert not thread.is_alive()
 
 
@@ -332,7 +335,7 @@ def live_server(engine: FakeEngine, **made: Any) -> Iterator[Live[FakeEngine]]:
         yield live
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     """Wait for something another thread is about to do."""
     end = time.monotonic() + seconds
     while not condition():

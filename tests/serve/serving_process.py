@@ -12,7 +12,8 @@ from fake_engine import FakeEngine, Job, make_app
 from gnomon.config import HTTPConfig
 from gnomon.engine.api import Health
 from gnomon.serve.keys import KeyRing
-from gnomon.serve.server import bind, serve
+from gnomon.serve.listen import bind
+from gnomon.serve.server import serve
 
 
 def main(mode: str, timeout_ms: int, key_file: str | None = None) -> int:

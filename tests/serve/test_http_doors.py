@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
 from gnomon.config import HTTPConfig
-from gnomon.serve import server
-from gnomon.serve.auth import host_name, is_loopback
+from gnomon.serve import listen
+from gnomon.serve.auth import host_name
 from gnomon.serve.keys import KeyRing
-from gnomon.serve.server import StartupError, answering, bind
+from gnomon.serve.listen import StartupError, answering, bind, is_loopback
 
 CHAT = "/v1/chat/completions"
 
@@ -259,7 +259,7 @@ def test_a_port_that_is_taken(engine: FakeEngine) -> None:
 
 
 def test_a_port_held_by_something_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "PROBE_SECONDS", 0.05)
+    monkeypatch.setattr(listen, "PROBE_SECONDS", 0.05)
     with socket.create_server(("127.0.0.1", 0), backlog=0) as other:
         port = other.getsockname()[1]
         with pytest.raises(StartupError, match=f"can't listen on 127.0.0.1 port {port}"):

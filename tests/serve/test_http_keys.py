@@ -22,7 +22,7 @@ from test_http_shutdown import running
 from gnomon.config import HTTPConfig, resolve
 from gnomon.logs import JSONFormatter, TextFormatter
 from gnomon.serve.keys import KeyFileError, KeyRing, new_key, parse, read
-from gnomon.serve.server import StartupError, bind
+from gnomon.serve.listen import StartupError, bind
 
 CHAT = "/v1/chat/completions"
 # sha256("abc"), FIPS 180-2 appendix B.1.

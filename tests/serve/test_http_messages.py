@@ -219,7 +219,7 @@ def test_a_long_prefill_is_bridged_by_pings(engine: FakeEngine) -> None:
 
         def late() -> None:
             job = engine.take()
-            threading.Event().wait(0.2)
+            threading.Event().wait(0.5)
             job.say("A")
 
         thread = threading.Thread(target=late)

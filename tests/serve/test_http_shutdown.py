@@ -108,7 +108,7 @@ def test_an_engine_that_dies_takes_the_process_with_it() -> None:
 
 
 def test_a_request_that_has_not_arrived_hears_of_the_end() -> None:
-    with running("ok", 5000) as server:
+    with running("ok", 1500) as server:
         with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), 20) as raw:
             raw.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{")
             assert httpx.get(server.url + "/health").status_code == 200

@@ -69,7 +69,7 @@ def test_a_head_that_comes_byte_by_byte_is_not_waited_for() -> None:
 
 
 def test_nor_is_the_second_head_of_a_connection() -> None:
-    with live_server(FakeEngine(), timing=Timing(head=0.3)) as live, connect(live) as raw:
+    with live_server(FakeEngine(), timing=Timing(head=1.0)) as live, connect(live) as raw:
         raw.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert raw.recv(65536).startswith(b"HTTP/1.1 200 ")
         with trickling(raw, HEAD + b"x-filler: " + b"x" * 10_000):
@@ -85,10 +85,10 @@ def test_a_whole_head_stops_the_clock() -> None:
         job.finish()
         job.end()
 
-    with live_server(FakeEngine(script), timing=Timing(head=0.2)) as live, connect(live) as raw:
+    with live_server(FakeEngine(script), timing=Timing(head=1.0)) as live, connect(live) as raw:
         body = b'{"prompt": "x", "max_tokens": 4}'
         raw.sendall(HEAD + b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
-        time.sleep(0.5)
+        time.sleep(1.2)
         go.set()
         assert heard(raw).startswith(b"HTTP/1.1 200 ")
 
@@ -96,7 +96,6 @@ def test_a_whole_head_stops_the_clock() -> None:
 def test_five_hundred_silent_connections() -> None:
     with live_server(FakeEngine(), timing=Timing(head=2.0)) as live, ExitStack() as held:
         silent = [held.enter_context(connect(live)) for _ in range(500)]
-        eventually(lambda: len(live.server.server_state.connections) >= 500)
         answer = httpx.post(f"{live.url}/v1/completions", json={"prompt": "x", "max_tokens": 4}, timeout=20)
         assert answer.status_code == 200
         assert all(heard(one) == b"" for one in silent)

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Iterator
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 ARGUMENTS = (
     "--no-sandbox",
@@ -16,6 +16,11 @@ ARGUMENTS = (
     "--disable-component-update",
     "--disable-sync",
 )
+
+
+PATIENCE = 60_000
+"""Milliseconds for anything to appear: a busy machine is no defect of a page."""
+expect.set_options(timeout=PATIENCE)
 
 
 @pytest.fixture(scope="session")
@@ -36,7 +41,7 @@ def page(browser: Browser) -> Iterator[Page]:
     context = browser.new_context(viewport={"width": 1280, "height": 800})
     context.grant_permissions(["clipboard-read", "clipboard-write"])
     made = context.new_page()
-    made.set_default_timeout(10_000)
+    made.set_default_timeout(PATIENCE)
     errors: list[str] = []
     made.on("pageerror", lambda error: errors.append(str(error)))
     yield made

@@ -32,6 +32,11 @@ def answers(page: Page):
     return page.locator(".turn.assistant .said")
 
 
+def answered(page: Page) -> None:
+    """Wait until an answer that is seen has also ended: what is clicked before may be drawn anew."""
+    expect(page.get_by_role("button", name="Stop")).to_be_hidden()
+
+
 def test_a_conversation_streams_and_survives_a_reload(page: Page, live: Live[FakeEngine]) -> None:
     page.goto(live.url)
     say(page, "First")
@@ -53,6 +58,7 @@ def test_a_conversation_streams_and_survives_a_reload(page: Page, live: Live[Fak
     assert again.text == "<user>First\n<assistant>Hello\n<user>Second\n<assistant>"
     again.say("Well")
     expect(answers(page).last).to_have_text("Well")
+    answered(page)
     page.reload()
     expect(answers(page)).to_have_text(["Hello", "Well"])
     expect(page.locator("#conversations .open")).to_have_text("First")
@@ -88,8 +94,9 @@ def test_markdown(page: Page, live: Live[FakeEngine]) -> None:
     expect(said.locator("td")).to_have_text(["1", "2"])
     expect(said.locator("pre")).to_have_text("x = '<b>'\n\ny = 2")
     expect(said.locator("blockquote")).to_have_text("quoted")
+    answered(page)
     said.get_by_role("button", name="Copy").click()
-    assert page.evaluate("navigator.clipboard.readText()") == "x = '<b>'\n\ny = 2"
+    page.wait_for_function("navigator.clipboard.readText().then(text => text === \"x = '<b>'\\n\\ny = 2\")")
 
 
 def test_stop_cancels_the_request_and_keeps_what_came(page: Page, live: Live[FakeEngine]) -> None:
@@ -99,7 +106,7 @@ def test_stop_cancels_the_request_and_keeps_what_came(page: Page, live: Live[Fak
     job.delta("partly")
     expect(answers(page)).to_have_text("partly")
     page.keyboard.press("Escape")
-    assert job.cancelled.wait(10)
+    assert job.cancelled.wait(60)
     expect(page.locator(".turn.assistant .tools")).to_contain_text("stopped")
     page.reload()
     expect(answers(page)).to_have_text("partly")
@@ -155,6 +162,7 @@ def test_thinking_is_folded(page: Page) -> None:
         assert (job.request.sampling.temperature, job.request.max_tokens) == (0, 99)
         job.say("deep thought</think>So.")
         expect(answers(page)).to_have_text("So.")
+        answered(page)
         expect(page.locator(".turn.assistant .thought")).to_be_hidden()
         page.locator(".turn.assistant summary").click()
         expect(page.locator(".turn.assistant .thought")).to_have_text("deep thought")
@@ -174,6 +182,7 @@ def test_tool_calls_are_shown_and_answered(page: Page) -> None:
         live.engine.take().say('<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>')
         expect(page.locator(".call strong")).to_have_text("Calls weather")
         expect(page.locator(".call pre")).to_contain_text('"city": "Oslo"')
+        answered(page)
         page.get_by_label("Result of weather").fill("snow")
         page.get_by_role("button", name="Send results").click()
         job = live.engine.take()
@@ -216,6 +225,7 @@ def test_several_conversations(page: Page, live: Live[FakeEngine]) -> None:
         say(page, name)
         live.engine.take().say(name.upper())
         expect(answers(page).last).to_have_text(name.upper())
+        answered(page)
         page.get_by_role("button", name="New conversation").click()
         expect(answers(page)).to_have_count(0)
     page.get_by_role("button", name="alpha", exact=True).click()

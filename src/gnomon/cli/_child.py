@@ -17,14 +17,14 @@ from gnomon.isolate import run
 def make(what: Any) -> Engine:
     """The engine of a configuration, and of the model that was found for it before, if one was. Raises RuntimeError."""
     from gnomon.cli._library import find
-    from gnomon.cli._model import start
+    from gnomon.cli._model import start_engine
 
     config: Config
     found: Found | None
     config, found = what
     logs.setup(config.log)
     try:
-        engine = start(config, found or find(config), serving=True).engine
+        engine = start_engine(config, found or find(config))
     except CommandError as error:
         raise RuntimeError(str(error)) from error
     # As in a server of one process: what was loaded stays, and looking through it would hold up tokens.

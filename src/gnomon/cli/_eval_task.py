@@ -145,7 +145,8 @@ def _own(config: Config) -> Generator[tuple[str, Path]]:
     from gnomon.cli._model import start, working
     from gnomon.config import HTTPConfig
     from gnomon.serve.app import create_app
-    from gnomon.serve.server import StartupError, bind, serving
+    from gnomon.serve.listen import StartupError, bind
+    from gnomon.serve.server import serving
 
     http = replace(HTTPConfig(), port=0)
     if config.origin("log", "log_level").kind == "default":

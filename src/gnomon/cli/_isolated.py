@@ -17,9 +17,13 @@ from gnomon.isolate import IsolatedEngine
 log = logging.getLogger(__name__)
 
 
-def start_isolated(config: Config) -> Loaded[IsolatedEngine]:
-    """Find and load a model in a child. Raises CommandError with the child's reason when it can't be loaded."""
-    engine = IsolatedEngine([sys.executable, "-m", "gnomon.cli._child"], (config, None))
+def begin(config: Config) -> IsolatedEngine:
+    """Start the child, which finds and loads a model."""
+    return IsolatedEngine([sys.executable, "-m", "gnomon.cli._child"], (config, None))
+
+
+def start_isolated(config: Config, engine: IsolatedEngine) -> Loaded[IsolatedEngine]:
+    """Wait until the child has loaded its model. Raises CommandError with its reason when it can't be loaded."""
     try:
         model = engine.wait()
         path = Path(model.path)

@@ -82,17 +82,17 @@ def _fits(model: Model, ram: int, config: Config) -> bool:
 
 def runs(model: Model) -> bool:
     """Whether mlx-lm has this model type and nothing is known against it here (loading decides the rest)."""
-    return model.model_type in _runnable()
+    return _type_runs(model.model_type)
 
 
 @cache
-def _runnable() -> frozenset[str]:
+def _type_runs(model_type: str) -> bool:
     from gnomon.cli._model import check_backend
 
     check_backend()
-    from gnomon.models.supported import supported_types
+    from gnomon.models.supported import runs
 
-    return frozenset(row.model_type for row in supported_types() if row.runs is not False)
+    return runs(model_type)
 
 
 def stdout() -> Console:

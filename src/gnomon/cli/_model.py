@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -72,16 +73,37 @@ def start(config: Config, found: Found, *, serving: bool = False, ranks: Ranks |
     check_backend()
     from gnomon.chat.template import ChatTemplate
     from gnomon.chat.tokenizer import Tokenizer
-    from gnomon.engine.engine import load as load_engine
-    from gnomon.engine.settings import Host, Settings
 
     tracer = tracer_of(config)
-    config, notes = with_model_defaults(config, generation_config(found.path), found.id), config.notes
-    for note in config.notes[len(notes) :]:
-        log.warning(note)
+    config = _with_defaults(config, found)
     try:
         tokenizer = Tokenizer.load(found.path)
         template = ChatTemplate(tokenizer)
+    except (ValueError, OSError, RuntimeError, ImportError) as e:
+        raise CommandError(f"{found.id} can't be loaded: {e}") from e
+    return Loaded(_engine(config, found, tokenizer, tracer, serving, ranks), tokenizer, template, config, tracer)
+
+
+def start_engine(config: Config, found: Found) -> Engine:
+    """The engine alone, for a server in another process, as `start` starts it. Raises CommandError."""
+    check_backend()
+    return _engine(_with_defaults(config, found), found, None, tracer_of(config), True, None)
+
+
+def _with_defaults(config: Config, found: Found) -> Config:
+    config, notes = with_model_defaults(config, generation_config(found.path), found.id), config.notes
+    for note in config.notes[len(notes) :]:
+        log.warning(note)
+    return config
+
+
+def _engine(
+    config: Config, found: Found, tokenizer: Tokenizer | None, tracer: Tracer, serving: bool, ranks: Ranks | None
+) -> Engine:
+    from gnomon.engine.engine import load
+    from gnomon.engine.settings import Host, Settings
+
+    try:
         draft = draft_of(config)
         settings = Settings(
             engine=config.engine,
@@ -92,14 +114,10 @@ def start(config: Config, found: Found, *, serving: bool = False, ranks: Ranks |
             model_id=found.id,
             measurements=config.paths.cache,
         )
-        engine = load_engine(
-            found.path,
-            settings,
-            Host(tracer=tracer, saves=_saves(config, found.id) if serving else None, ranks=ranks),
-        )
+        host = Host(tracer=tracer, saves=_saves(config, found.id) if serving else None, ranks=ranks)
+        return load(found.path, settings, host, tokenizer)
     except (ValueError, OSError, RuntimeError, ImportError) as e:
         raise CommandError(f"{found.id} can't be loaded: {e}") from e
-    return Loaded(engine, tokenizer, template, config, tracer)
 
 
 def _saves(config: Config, model: str) -> Store | None:
@@ -158,8 +176,9 @@ def load(config: Config) -> InProcess:
 @contextmanager
 def working(what: str) -> Generator[None]:
     """Says on a terminal that something takes a while."""
-    console = stderr()
-    if console.is_terminal and not console.is_dumb_terminal:
+    # Drawing on a terminal takes a while to import, which a start in the background is spared.
+    console = stderr() if sys.stderr.isatty() else None
+    if console is not None and console.is_terminal and not console.is_dumb_terminal:
         with console.status(what):
             yield
     else:

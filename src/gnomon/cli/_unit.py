@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import plistlib
 import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,6 +79,8 @@ def unit(service: Service) -> str:
 
 def agent(service: Service, log: Path) -> str:
     """The text of a launchd agent that writes its log to a file. launchd.plist(5)."""
+    import plistlib
+
     return plistlib.dumps(
         {
             "Label": LABEL,

@@ -7,8 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from gnomon.cli._library import stdout
 from gnomon.cli._model import generation_config
 from gnomon.config import SERVE, Config, settings, with_model_defaults
@@ -37,6 +35,8 @@ def run(args: argparse.Namespace) -> int:
             }
         print(json.dumps(shown, indent=2))
         return 0
+    from rich.table import Table
+
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("flag", "value", "origin", "variable"):
         table.add_column(title, overflow="fold")

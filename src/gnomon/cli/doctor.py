@@ -9,7 +9,6 @@ import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
@@ -56,6 +55,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _versions(_: Config) -> Iterator[Finding]:
+    from importlib.metadata import PackageNotFoundError, version
+
     found: list[str] = []
     for package in ("gnomon", "mlx", "mlx-cpu", "mlx-cuda-13", "mlx-lm", "transformers", "nanobind"):
         try:
@@ -188,7 +189,7 @@ def _memory(_: Config) -> Iterator[Finding]:
 
 
 def _port(config: Config) -> Iterator[Finding]:
-    from gnomon.serve.server import answering
+    from gnomon.serve.listen import answering
 
     host, port = config.http.host, config.http.port
     try:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import gc
+import sys
+from importlib import import_module
 from socket import socket
 from typing import TYPE_CHECKING
 
@@ -20,7 +22,7 @@ GROUPS = SERVE
 
 def run(args: argparse.Namespace) -> int:
     from gnomon.cli._ranks import follow, join
-    from gnomon.serve.server import StartupError, bind
+    from gnomon.serve.listen import StartupError, bind
 
     config: Config = args.config
     ranks = join(config)
@@ -37,25 +39,35 @@ def run(args: argparse.Namespace) -> int:
 def _serve_one(config: Config, bound: socket, ranks: Ranks | None) -> int:
     from gnomon.cli._library import find
     from gnomon.cli._model import Loaded, start, warn_of_fill, working
-    from gnomon.cli._prompt_log import PromptLog
     from gnomon.engine.api import Engine
-    from gnomon.serve.app import create_app
-    from gnomon.serve.server import serve
 
     loaded: Loaded[Engine]
     if config.isolation.isolate:
-        from gnomon.cli._isolated import start_isolated
+        from gnomon.cli._isolated import begin, start_isolated
 
         with working("loading a model in its own process"):
-            loaded = start_isolated(config)
+            child = begin(config)
+            # While it loads.
+            import_module("gnomon.serve.app")
+            loaded = start_isolated(config, child)
     else:
         found = find(config)
         with working(f"loading {found.id}"):
             loaded = start(config, found, serving=True, ranks=ranks)
+    from gnomon.cli._prompt_log import PromptLog
+    from gnomon.serve.app import create_app
+    from gnomon.serve.server import serve
+
     warn_of_fill(config, loaded.template, loaded.engine.model.id)
     engine = PromptLog(loaded.engine, loaded.tokenizer) if config.log.log_prompts else loaded.engine
     app = create_app(
-        engine, loaded.tokenizer, loaded.template, config.http, loaded.config.sampling, tracer=loaded.tracer
+        engine,
+        loaded.tokenizer,
+        loaded.template,
+        config.http,
+        loaded.config.sampling,
+        tracer=loaded.tracer,
+        fetch=config.fetch,
     )
     try:
         return serve(app, engine, bound, config.http, lambda: _ready(config, bound, loaded.engine.model.id))
@@ -77,7 +89,14 @@ def _serve_pool(config: Config, bound: socket) -> int:
     served = pool.model.id
     more = len(pool.entries()) - 1
     app = create_app(
-        voice.engine, voice.vocabulary, voice.template, config.http, voice.sampling, tracer=tracer, pool=pool
+        voice.engine,
+        voice.vocabulary,
+        voice.template,
+        config.http,
+        voice.sampling,
+        tracer=tracer,
+        fetch=config.fetch,
+        pool=pool,
     )
     try:
         about = f"{served} and {more} more, {pool.plan.places} at a time," if more else served
@@ -87,16 +106,22 @@ def _serve_pool(config: Config, bound: socket) -> int:
 
 
 def _ready(config: Config, bound: socket, served: str) -> None:
-    from rich.console import Console
-
     from gnomon.cli import _browser
-    from gnomon.serve.server import address_of
+    from gnomon.serve.listen import address_of
     from gnomon.serve.services import VERSION
 
     # A collection that goes through what was loaded takes a tenth of a second, in which no token is sent.
     gc.freeze()
-    console = Console(highlight=False)
     address = address_of(bound)
-    console.print(f"Gnomon {VERSION} serves {served} at {address}", markup=False, soft_wrap=True)
-    if console.is_interactive and not config.http.no_open and not config.http.unix:
+    print(f"Gnomon {VERSION} serves {served} at {address}", flush=True)
+    if _on_terminal() and not config.http.no_open and not config.http.unix:
         _browser.show(address)
+
+
+def _on_terminal() -> bool:
+    """Whether a person reads what is printed. rich, which knows dumb terminals, is imported for terminals only."""
+    if not sys.stdout.isatty():
+        return False
+    from rich.console import Console
+
+    return Console().is_interactive

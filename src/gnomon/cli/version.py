@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import platform
 
 NAME = "version"
@@ -11,11 +10,13 @@ HELP = "print the versions of Gnomon and of what it computes with"
 
 
 def run(_: argparse.Namespace) -> int:
-    print(f"gnomon {importlib.metadata.version('gnomon')}")
+    from importlib.metadata import PackageNotFoundError, version
+
+    print(f"gnomon {version('gnomon')}")
     for name in ("mlx", "mlx-cpu", "mlx-cuda-13", "mlx-lm", "transformers", "tokenizers"):
         try:
-            print(f"  {name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
+            print(f"  {name} {version(name)}")
+        except PackageNotFoundError:
             continue
     print(f"  python {platform.python_version()} on {platform.system()} {platform.machine()}")
     return 0

@@ -8,6 +8,7 @@ from gnomon.config.cache import CacheConfig
 from gnomon.config.checkpoint import CheckpointConfig
 from gnomon.config.distributed import DistributedConfig
 from gnomon.config.engine import EngineConfig
+from gnomon.config.fetch import FetchConfig
 from gnomon.config.http import HTTPConfig
 from gnomon.config.isolation import IsolationConfig
 from gnomon.config.kernel import KernelConfig
@@ -44,6 +45,7 @@ __all__ = [
     "ConfigError",
     "DistributedConfig",
     "EngineConfig",
+    "FetchConfig",
     "GiB",
     "Group",
     "HTTPConfig",

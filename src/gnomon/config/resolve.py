@@ -15,6 +15,7 @@ from gnomon.config.cache import CacheConfig
 from gnomon.config.checkpoint import CheckpointConfig
 from gnomon.config.distributed import DistributedConfig
 from gnomon.config.engine import EngineConfig
+from gnomon.config.fetch import FetchConfig
 from gnomon.config.http import HTTPConfig
 from gnomon.config.isolation import IsolationConfig
 from gnomon.config.kernel import KernelConfig
@@ -49,6 +50,7 @@ class Config:
     cache: CacheConfig = field(default_factory=CacheConfig)
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
     http: HTTPConfig = field(default_factory=HTTPConfig)
+    fetch: FetchConfig = field(default_factory=FetchConfig)
     isolation: IsolationConfig = field(default_factory=IsolationConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     pool: PoolConfig = field(default_factory=PoolConfig)
@@ -73,6 +75,7 @@ Group = type[
     | CacheConfig
     | SamplingDefaults
     | HTTPConfig
+    | FetchConfig
     | IsolationConfig
     | DistributedConfig
     | PoolConfig
@@ -91,6 +94,7 @@ GROUPS: Mapping[str, Group] = {
     "cache": CacheConfig,
     "sampling": SamplingDefaults,
     "http": HTTPConfig,
+    "fetch": FetchConfig,
     "isolation": IsolationConfig,
     "distributed": DistributedConfig,
     "pool": PoolConfig,
@@ -112,6 +116,7 @@ SERVE = (
     SamplingDefaults,
     SpeculationConfig,
     HTTPConfig,
+    FetchConfig,
     IsolationConfig,
     DistributedConfig,
     PoolConfig,
@@ -197,6 +202,7 @@ def resolve(args: argparse.Namespace | None = None, environ: Mapping[str, str] |
     notes = (
         *_speculation_notes(cast("SpeculationConfig", built["speculation"]), origins),
         *_http_notes(cast("HTTPConfig", built["http"]), origins),
+        *_fetch_notes(cast("FetchConfig", built["fetch"]), origins),
         *_pool_notes(cast("PoolConfig", built["pool"]), origins),
         *_unknown_variables(environ),
     )
@@ -235,6 +241,12 @@ def _speculation_notes(wanted: SpeculationConfig, origins: Mapping[str, Origin])
 def _http_notes(http: HTTPConfig, origins: Mapping[str, Origin]) -> Iterator[str]:
     if http.key_concurrency is not None and not http.api_keys and http.api_key_file is None:
         yield f"{origins['http.key_concurrency']} has no effect without --api-key or --api-key-file"
+
+
+def _fetch_notes(fetch: FetchConfig, origins: Mapping[str, Origin]) -> Iterator[str]:
+    if not fetch.fetch_urls:
+        given = [origin for key, origin in origins.items() if key.startswith("fetch.") and key != "fetch.fetch_urls"]
+        yield from (f"{origin} has no effect without --fetch-urls" for origin in given)
 
 
 def _pool_notes(pool: PoolConfig, origins: Mapping[str, Origin]) -> Iterator[str]:

@@ -476,8 +476,14 @@ class Engine(Generating):
             self._idle.notify_all()
 
 
-def load(path: str | Path, settings: Settings | EngineConfig | None = None, host: Host | None = None) -> Engine:
-    """Load the MLX model directory at `path` and start its engine. Raises what loading raises.
+def load(
+    path: str | Path,
+    settings: Settings | EngineConfig | None = None,
+    host: Host | None = None,
+    tokenizer: Tokenizer | None = None,
+) -> Engine:
+    """Load the MLX model directory at `path` and start its engine. Raises what loading raises. `tokenizer` is the directory's, if it was
+    read already: it takes memory, and time to read.
 
     Stop the engine when done: it is a context manager.
     """
@@ -486,7 +492,7 @@ def load(path: str | Path, settings: Settings | EngineConfig | None = None, host
         settings = Settings(settings)
     # Before the tokenizer's word on what it misses.
     read_config(path)
-    tokenizer = Tokenizer.load(path)
+    tokenizer = tokenizer or Tokenizer.load(path)
     wanted = settings.speculation.draft_model if settings is not None else None
     draft = Path(wanted) if wanted is not None else None
     if draft is not None:

@@ -9,6 +9,7 @@ from typing import Any, Final, cast
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
+from gnomon.kernels import codes
 from gnomon.models.load import LoadedModel
 from gnomon.state.codecs import Affine, Coding
 
@@ -44,11 +45,13 @@ class Workspace:
 
 
 def workspace_of(loaded: LoadedModel, coding: Coding | None) -> Workspace:
-    """What attention holds: scores of the model's type where keys are in 4 or 8 bits and not tiled, and in models of recurrent layers
-    whose attention has heads too wide for a fused kernel."""
+    """What attention holds: scores of the model's type where keys are in 4 or 8 bits, not tiled and not read by a native kernel of the
+    calling thread's, and in models of recurrent layers whose attention has heads too wide for a fused kernel."""
     text = _text(loaded.config)
     heads, width = int(text.get("num_attention_heads") or 0), int(text.get("head_dim") or 0)
-    is_whole = any(isinstance(codec, Affine) and not codec.fused for codec in (coding.codecs if coding else ()))
+    is_whole = not codes.reads_codes() and any(
+        isinstance(codec, Affine) and not codec.fused for codec in (coding.codecs if coding else ())
+    )
     is_wide = "recurrent" in loaded.binding.layer_kinds and width > _WIDEST_FUSED
     if not is_whole and not is_wide:
         return Workspace()

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import socket
+import struct
 import subprocess
 import threading
 import time
@@ -16,7 +17,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from itertools import count
 from multiprocessing.connection import Connection
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from gnomon.chat.constraint import Constraint
 from gnomon.engine.api import (
@@ -54,6 +55,9 @@ from gnomon.isolate.messages import (
 )
 
 log = logging.getLogger(__name__)
+
+AWAY: Final = 2.0
+"""Seconds between two looks at the child after which this process was not at work: they are a tenth of a second apart."""
 
 
 class IsolatedEngine:
@@ -137,7 +141,7 @@ class IsolatedEngine:
             if request.id in self._tickets:
                 raise InvalidRequest(f"request id {request.id!r} is in use", "id")
             child = self._child
-            if child is not None and time.monotonic() - child.heard > self._patience.submit:
+            if child is not None and child.silence > self._patience.submit:
                 raise EngineUnavailable("the engine's process stands still")
             self._tickets[request.id] = Ticket(request, sink)
             if child is None:
@@ -171,7 +175,7 @@ class IsolatedEngine:
                 return reply.result(patience.submit)
             except FutureTimeout as error:
                 # Requests for other models may wait behind this one.
-                if time.monotonic() - child.heard > patience.submit:
+                if child.silence > patience.submit:
                     raise EngineUnavailable("the engine's process stands still") from error
                 if time.monotonic() >= end:
                     raise EngineUnavailable(
@@ -266,7 +270,7 @@ class IsolatedEngine:
             return Health("failed", 0.0, self._unloadable)
         if child is None or report is None:
             return Health("loading", 0.0, self._message)
-        silence = time.monotonic() - child.heard
+        silence = child.silence
         if silence > self._patience.submit:
             return Health("stalled", silence, f"the engine's process has said nothing for {silence:.0f} s")
         if self._draining:
@@ -326,6 +330,11 @@ class IsolatedEngine:
 
     def _spawn(self) -> Child:
         ours, theirs = socket.socketpair()
+        # A read within a message would wait for ever; reading begins only when there is something.
+        patience = self._patience.silence
+        ours.setsockopt(
+            socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(patience), int(patience % 1 * 1e6))
+        )
         with theirs:
             # A session of its own: signals from the terminal reach the parent alone.
             process = subprocess.Popen(
@@ -338,7 +347,7 @@ class IsolatedEngine:
 
     def _listen(self, child: Child) -> None:
         """Until the child is gone, frozen, or ended as asked."""
-        limit = 0.0
+        limit, looked = 0.0, time.monotonic()
         while True:
             if self._stopping and not child.ready:
                 return  # it has nothing to write
@@ -349,7 +358,11 @@ class IsolatedEngine:
             if limit and now > limit:
                 log.warning("the engine's process did not end within %g s: killed", self._patience.stop)
                 return
-            silence, allowed = now - child.heard, self._patience.silence if child.ready else self._patience.load
+            if now - looked > AWAY:
+                # This process stood still itself (a debugger, a machine that was paused): that silence is not the child's.
+                child.heard += now - looked
+            looked = now
+            silence, allowed = child.silence, self._patience.silence if child.ready else self._patience.load
             # A child that ends reports no more.
             if not limit and silence > allowed:
                 log.error("the engine's process (pid %d) said nothing for %.0f s: killed", child.process.pid, silence)
@@ -358,6 +371,9 @@ class IsolatedEngine:
                 if not child.connection.poll(0.1):
                     continue
                 message = child.connection.recv()
+            except BlockingIOError:
+                log.error("the engine's process (pid %d) stopped within a message: killed", child.process.pid)
+                return
             except (EOFError, OSError):
                 return
             child.heard = time.monotonic()

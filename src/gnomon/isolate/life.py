@@ -27,7 +27,7 @@ class Patience:
     """For a request to be taken: longer than any turn of a live process, as the caller's event loop stands meanwhile."""
     compile: float = 60.0
     silence: float = 30.0
-    """Without a report the child counts as frozen and is killed."""
+    """Without a report, or in the middle of a message, the child counts as frozen and is killed."""
     stop: float = 60.0
     """For the child to end by itself: it may have states to write."""
     early_death: float = 10.0
@@ -60,6 +60,15 @@ class Child:
     born: float = field(default_factory=time.monotonic)
     ready: float = 0.0
     heard: float = field(default_factory=time.monotonic)
+    """When the last message of it was read."""
+
+    @property
+    def silence(self) -> float:
+        """Seconds since it said something; none while what it said waits to be read."""
+        with contextlib.suppress(OSError):
+            if self.connection.poll():
+                return 0.0
+        return time.monotonic() - self.heard
 
 
 def how_it_ended(code: int) -> str:

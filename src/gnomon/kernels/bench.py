@@ -37,7 +37,8 @@ def _pairs(e: ModuleType) -> Iterator[Pair]:
         w, s, b = mx.quantize(mx.random.normal((n, k)))
         for rows in (1, 8, 64):
             x = mx.random.normal((rows, k))
-            mx.eval(w, s, b, x)
+            tiled = e.tiled(w), e.tiled(s), e.tiled(b)
+            mx.eval(w, s, b, x, *tiled)
             yield (
                 "quantized_matmul",
                 f"{rows} x {k} by {n}, 4 bits",
@@ -47,7 +48,7 @@ def _pairs(e: ModuleType) -> Iterator[Pair]:
             yield (
                 "int8",
                 f"{rows} x {k} by {n}, 4 bits",
-                lambda x=x, w=w, s=s, b=b: e.quantized_matmul(x, w, s, b, 64, 4, True),
+                lambda x=x, tiled=tiled: e.quantized_matmul(x, *tiled, 64, 4, True, True),
                 lambda x=x, w=w, s=s, b=b: mx.quantized_matmul(x, w, s, b),
             )
     x, weight = mx.random.normal((64, 576)), mx.ones(576)

@@ -277,7 +277,8 @@ def _package(name: str) -> Path:
     places = list(spec.submodule_search_locations or []) if spec else []
     if not places:
         raise BuildError(f"the package {name} is not installed")
-    return Path(places[0])
+    # A namespace package has a place for every folder of its name on the path, a stranger's beside the script among them.
+    return next((place for place in map(Path, places) if (place / "include").is_dir()), Path(places[0]))
 
 
 def _complete(home: Path) -> bool:

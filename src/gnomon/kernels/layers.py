@@ -9,7 +9,8 @@ made here. Inside a native step the subclass issues
     gated_mlp        norm, gate, up, activation, down, norm, residual                 instead of 8
     gated            activation and product between experts' projections              instead of 2
 
-with the same bits as the unfused kernels give: every step rounds to the activations' type. A layer whose submodules are not what was
+with the same bits as the unfused kernels give: every step rounds to the activations' type. Weights that are multiplied in whole numbers are
+laid out for that first, layer by layer (`tiles`). A layer whose submodules are not what was
 swapped (an adapter took a projection's place, weights were replaced) falls back to its own forward.
 """
 
@@ -27,9 +28,11 @@ from mlx_lm.models import rope_utils
 from mlx_lm.models.base import scaled_dot_product_attention
 
 from gnomon.kernels.dispatch import thread
+from gnomon.kernels.linear import Linear, NativeQuantizedEmbedding, linear_forward
 from gnomon.kernels.quantized_matmul import FLOATS, why_not
 from gnomon.kernels.recurrent import gated_delta_net
 from gnomon.kernels.rope import offset_array
+from gnomon.kernels.tiles import tile
 
 SILU, GELU_TANH, GELU_ERF = range(3)
 """Numbers of the activations in the extension."""
@@ -72,44 +75,6 @@ GATES = (("switch_layers", "SwiGLU", SILU), ("gemma4_text", "GeGLU", GELU_TANH))
 
 class Stale(Exception):
     """A layer's submodules are no longer those that were swapped."""
-
-
-class Linear:
-    """A linear layer's weights as the extension takes them, and what they were made from."""
-
-    def __init__(self, layer: nn.Module, extension: ModuleType, integer: bool) -> None:
-        self.layer = layer
-        self.extension = extension
-        self.weight: mx.array = layer["weight"]
-        scales: mx.array | None = layer.get("scales")
-        group, bits = (0, 0) if scales is None else (layer.group_size, layer.bits)
-        self.dtype: mx.Dtype = self.weight.dtype if scales is None else scales.dtype
-        self.projection = extension.Projection(
-            self.weight, scales, layer.get("biases"), layer.get("bias"), group, bits, integer
-        )
-
-    @staticmethod
-    def covers(layer: object) -> bool:
-        """Whether a layer is a plain or quantised linear map that the extension can take. Exact types: a subclass may do more."""
-        if not isinstance(layer, nn.Module):
-            return False
-        bias = layer.get("bias")
-        if bias is not None and bias.dtype not in FLOATS:
-            return False
-        if type(layer) is nn.QuantizedLinear:
-            why = why_not(
-                layer["weight"], layer["scales"], layer.get("biases"), layer.group_size, layer.bits, layer.mode, 2
-            )
-            return why is None and (bias is None or bias.dtype == layer["scales"].dtype)
-        return (
-            type(layer) is nn.Linear
-            and layer["weight"].dtype in FLOATS
-            and (bias is None or bias.dtype == layer["weight"].dtype)
-        )
-
-    def current(self, layer: object) -> bool:
-        """Whether `layer` still is what this was made from."""
-        return layer is self.layer and self.layer["weight"] is self.weight
 
 
 class Norm:
@@ -389,19 +354,6 @@ def _block(layer: Any, family: Family, owner: ModuleType) -> Block | None:
     return Block(own, mlp, made, family.after)
 
 
-class NativeQuantizedEmbedding(nn.QuantizedEmbedding):
-    """Takes rows of a packed table apart in one operation instead of four."""
-
-    fused: ModuleType
-
-    def __call__(self, x: mx.array) -> mx.array:
-        if thread.active:
-            return self.fused.quantized_embedding(
-                x, self["weight"], self["scales"], self["biases"], self.group_size, self.bits
-            )
-        return super().__call__(x)
-
-
 def _mixer_forward(own: Callable[..., mx.array]) -> Callable[..., mx.array]:
     def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         if (
@@ -413,16 +365,6 @@ def _mixer_forward(own: Callable[..., mx.array]) -> Callable[..., mx.array]:
         ):
             return gated_delta_net(self, self.fused, x, mask, cache)
         return own(self, x, mask, cache)
-
-    return __call__
-
-
-def _linear_forward(own: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    def __call__(self: Any, x: mx.array) -> mx.array:
-        fused = self.fused
-        if thread.active and x.ndim and x.dtype == fused.dtype and fused.current(self):
-            return fused.extension.project(x, fused.projection, None, 0.0, None)
-        return own(self, x)
 
     return __call__
 
@@ -442,7 +384,7 @@ def _gate_forward(activation: int) -> Callable[[Callable[..., mx.array]], Callab
 def swap(model: nn.Module, extension: ModuleType, integer: bool = False) -> dict[str, int]:
     """Swap what is known in `model`, in place, and return how many layers of each class were. Swapping again changes nothing.
 
-    `integer` lets products of 4- and 8-bit weights round activations to 8 bits.
+    `integer` lets products of 4- and 8-bit weights round activations to 8 bits, and tiles those weights (see `tiles`).
     """
     found: dict[str, int] = {}
     known: dict[type, tuple[str, Family, ModuleType]] = {}
@@ -458,6 +400,10 @@ def swap(model: nn.Module, extension: ModuleType, integer: bool = False) -> dict
         found[name] = found.get(name, 0) + 1
 
     modules = [module for _, module in model.named_modules()]
+    if integer:
+        for layer in modules:
+            if tile(layer, extension, integer):
+                count(layer)
     for role in ROLES:
         for layer in modules:
             kind, family, owner = known.get(type(layer), (None, None, None))
@@ -484,7 +430,7 @@ def swap(model: nn.Module, extension: ModuleType, integer: bool = False) -> dict
             count(layer)
     for layer in modules:
         if type(layer) in (nn.Linear, nn.QuantizedLinear) and Linear.covers(layer):
-            _become(layer, Linear(layer, extension, integer), _linear_forward)
+            _become(layer, Linear(layer, extension, integer), linear_forward)
             count(layer)
         if type(layer) is nn.QuantizedEmbedding:
             why = why_not(
@@ -493,5 +439,6 @@ def swap(model: nn.Module, extension: ModuleType, integer: bool = False) -> dict
             if why is None:
                 layer.__class__ = NativeQuantizedEmbedding
                 object.__setattr__(layer, "fused", extension)
+                object.__setattr__(layer, "integer", integer)
                 count(layer)
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gnomon.kernels import attention, matmul, norm, quantized_matmul, recurrent, rope, vocabulary
+from gnomon.kernels import attention, codes, matmul, norm, quantized_matmul, recurrent, rope, vocabulary
 from gnomon.kernels.dispatch import Operation
 
 ALL: tuple[Operation, ...] = (
@@ -11,6 +11,7 @@ ALL: tuple[Operation, ...] = (
     *norm.OPERATIONS,
     *rope.OPERATIONS,
     *attention.OPERATIONS,
+    *codes.OPERATIONS,
     *recurrent.OPERATIONS,
     *vocabulary.OPERATIONS,
 )

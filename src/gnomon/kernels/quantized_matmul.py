@@ -83,7 +83,7 @@ def _make(stock: Callable[..., mx.array], extension: ModuleType) -> Callable[...
             group, width = group_size or 64, bits or 4
             why = why_not(w, scales, biases, group, width, mode, 2) if transpose else "weights that aren't transposed"
             if why is None and x.ndim and x.dtype in FLOATS and x.shape[-1] == scales.shape[-1] * group:
-                return native(x, w, scales, biases, group, width, thread.integer, stream)
+                return native(x, w, scales, biases, group, width, thread.integer, stream=stream)
             uncovered("quantized_matmul", why or f"activations {x.shape} of {x.dtype}")
         return stock(x, w, scales, biases, transpose, group_size, bits, mode, stream=stream)
 
@@ -120,7 +120,9 @@ def _make_gather(stock: Callable[..., mx.array], extension: ModuleType) -> Calla
                 and x.dtype in FLOATS
                 and x.shape[-1] == scales.shape[-1] * group
             ):
-                return native(x, w, scales, biases, lhs_indices, rhs_indices, group, width, thread.integer, stream)
+                return native(
+                    x, w, scales, biases, lhs_indices, rhs_indices, group, width, thread.integer, stream=stream
+                )
             uncovered("gather_qmm", why or f"activations {x.shape} of {x.dtype}")
         return stock(
             x,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +13,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.utils import MODEL_ARCHITECTURE_REMAPPING, MODEL_REMAPPING, load_model
 
+from gnomon.models import plain
 from gnomon.models.bindings import Binding, UnsupportedModel, bind, refuse
-from gnomon.models.supported import model_types
+from gnomon.models.supported import code_of
 
 __all__ = ["Binding", "LoadedModel", "ModelError", "UnsupportedModel", "load"]
 
@@ -57,13 +58,14 @@ def load(path: str | Path, split: Callable[[nn.Module, Mapping[str, Any]], None]
     path = Path(path)
     config = read_config(path)
     generation_config = _read_json(path / "generation_config.json") or {}
-    refuse(_module_name(path, config))
+    name = _module_name(path, config)
+    refuse(name)
     _check_weights(path)
     try:
-        model, understood = load_model(path, lazy=split is not None)
+        model, understood = plain.build(path, name, config, generation_config) or _converted(path)
         if split is not None:
             split(model, understood)
-            mx.eval(model.parameters())
+        mx.eval(model.parameters())
     except UnsupportedModel:
         raise
     except (ValueError, KeyError, TypeError, RuntimeError) as error:
@@ -83,6 +85,15 @@ def load(path: str | Path, split: Callable[[nn.Module, Mapping[str, Any]], None]
         generation_config=generation_config,
         binding=binding,
     )
+
+
+def _converted(path: Path) -> tuple[nn.Module, dict[str, Any]]:
+    """The same from mlx-lm's own loader, weights not evaluated."""
+    # As mlx-lm's package does before transformers is imported. The package isn't, as it makes a stream, which may not end with this thread.
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
+    from mlx_lm.utils import load_model
+
+    return load_model(path, lazy=True)
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -116,13 +127,8 @@ def _module_name(path: Path, config: Mapping[str, Any]) -> str:
     if config.get("model_file") is not None:
         raise UnsupportedModel(f"{path} brings its own code ({config['model_file']}), which is never run")
     named = config.get("architectures") or ()
-    names = [named] if isinstance(named, str) else named
-    for architecture in names:
-        remapped = MODEL_ARCHITECTURE_REMAPPING.get((model_type, architecture))
-        if remapped is not None:
-            return remapped
-    name = MODEL_REMAPPING.get(model_type, model_type)
-    if name not in model_types():
+    name = code_of(model_type, [named] if isinstance(named, str) else named)
+    if name is None:
         raise UnsupportedModel(
             f"model type {model_type} is not known to the installed mlx-lm; `gnomon models --supported` lists those that are"
         )

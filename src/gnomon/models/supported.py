@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from gnomon.models.backend import backend
 from gnomon.models.traits import TRAITS, TRIED, Backend, Traits
@@ -39,25 +41,47 @@ def supported_types() -> list[SupportedType]:
     return sorted(rows, key=lambda row: row.model_type.lower())
 
 
+def runs(model_type: str) -> bool:
+    """Whether mlx-lm has a model type, under its own name or an alias, and nothing is known against it on this process's backend."""
+    code = code_of(model_type, ())
+    return code is not None and _row(code, backend()).runs is not False
+
+
 @cache
 def model_types() -> frozenset[str]:
     """Names of mlx-lm's model files that define a model."""
     folder = _mlx_lm() / "models"
-    return frozenset(
-        path.stem for path in folder.glob("*.py") if _DEFINES_MODEL.search(path.read_text(encoding="utf-8"))
-    )
+    return frozenset(path.stem for path in folder.glob("*.py") if _defines_model(path))
+
+
+def code_of(model_type: str, architectures: Iterable[str]) -> str | None:
+    """The name of the mlx-lm model file that runs a type, which some architectures have of their own; None if there is no such file."""
+    own = _constant("MODEL_ARCHITECTURE_REMAPPING")
+    for architecture in architectures:
+        if (model_type, architecture) in own:
+            return str(own[model_type, architecture])
+    name = aliases().get(model_type, model_type)
+    file = _mlx_lm() / "models" / f"{name}.py"
+    return name if Path(name).name == name and file.is_file() and _defines_model(file) else None
+
+
+def _defines_model(file: Path) -> bool:
+    return _DEFINES_MODEL.search(file.read_text(encoding="utf-8")) is not None
 
 
 @cache
 def aliases() -> dict[str, str]:
     """Model types that mlx-lm serves with another type's code."""
-    tree = ast.parse((_mlx_lm() / "utils.py").read_text(encoding="utf-8"))
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and any(
-            isinstance(t, ast.Name) and t.id == "MODEL_REMAPPING" for t in node.targets
-        ):
-            return {str(key): str(value) for key, value in ast.literal_eval(node.value).items()}
-    return {}
+    return {str(key): str(value) for key, value in _constant("MODEL_REMAPPING").items()}
+
+
+@cache
+def _constant(name: str) -> dict[Any, Any]:
+    """A table of mlx-lm's module `utils`, read from its source, since importing it imports transformers; empty without that table."""
+    found = re.search(
+        rf"^{name} = (\{{.*?^\}})", (_mlx_lm() / "utils.py").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    )
+    return {} if found is None else ast.literal_eval(found[1])
 
 
 def _mlx_lm() -> Path:

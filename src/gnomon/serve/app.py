@@ -9,8 +9,9 @@ from fastapi.routing import APIRoute
 from starlette.middleware.cors import CORSMiddleware
 
 from gnomon.chat.template import ChatTemplate
-from gnomon.config import HTTPConfig, SamplingDefaults
+from gnomon.config import FetchConfig, HTTPConfig, SamplingDefaults
 from gnomon.engine.api import Engine
+from gnomon.fetch import Fetcher, Limits
 from gnomon.isolate import ModelPool
 from gnomon.serve import errors, schema, volatile
 from gnomon.serve.auth import HostDoor, KeyDoor, OriginDoor
@@ -75,6 +76,12 @@ def _endpoints() -> Iterator[str]:
             yield from (f"{method} {route.path_format}" for method in route.methods or ())
 
 
+def _fetcher(fetch: FetchConfig) -> Fetcher | None:
+    if not fetch.fetch_urls:
+        return None
+    return Fetcher(Limits(fetch.fetch_limit, fetch.fetch_timeout), anywhere=fetch.allow_private_media)
+
+
 def create_app(
     engine: Engine,
     tokenizer: Vocabulary,
@@ -85,6 +92,7 @@ def create_app(
     timing: Timing | None = None,
     owner: str = "gnomon",
     tracer: Tracer = OFF,
+    fetch: FetchConfig | None = None,
     pool: ModelPool[Voice] | None = None,
 ) -> FastAPI:
     """An ASGI application over `engine`, or over the models of `pool`, of whose default the others are then.
@@ -117,6 +125,7 @@ def create_app(
         owner=owner,
         pool=pool,
         tracer=tracer,
+        fetcher=_fetcher(fetch or FetchConfig()),
         endpoints=tuple(sorted(_endpoints())),
     )
     for module in ROUTES:

@@ -19,16 +19,6 @@ OPEN_PREFIX = "/web/"
 """Of the pages' own files."""
 
 
-def is_loopback(host: str) -> bool:
-    """Whether binding `host` is reachable from this machine only. Names other than localhost count as reachable from elsewhere."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
-
-
 def host_name(header: str) -> str:
     """The host of a Host header, lower case, without port, brackets or final dot: `[::1]:8080` → `::1`."""
     header = header.strip().lower()

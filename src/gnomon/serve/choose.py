@@ -16,6 +16,7 @@ from gnomon.chat.spans import SpanCache
 from gnomon.engine.api import EngineError
 from gnomon.isolate import Lease, ModelPool
 from gnomon.serve.body import parse_object, until_disconnect
+from gnomon.serve.documents import with_documents
 from gnomon.serve.errors import from_engine, invalid, show
 from gnomon.serve.history import History
 from gnomon.serve.services import Services, Voice
@@ -37,15 +38,20 @@ class LeaseKeeper:
             await self.app(scope, receive, send)
 
 
-async def with_model(request: Request, services: Services, body: bytes, work: Callable[[Services], Awaitable[T]]) -> T:
-    """The result of `work` with the services of the model that `body` asks for, which stays until the response has ended.
+async def with_model(
+    request: Request, services: Services, body: bytes, work: Callable[[bytes, Services], Awaitable[T]]
+) -> T:
+    """The result of `work` with the body, documents that it names by URL put into it, and the services of the model that it asks for,
+    which stays until the response has ended.
 
     A server of one model serves it whatever is asked for. Raises APIError: 404 for a model that isn't here, 429 when too many requests
-    wait for one, 503 with the reason when it can't be had; ClientDisconnected when the client leaves first.
+    wait for one, 503 with the reason when it can't be had, 400 for a document that can't be; ClientDisconnected when the client leaves
+    first.
     """
 
     async def chosen() -> T:
-        return await work(await services_for(request, services, body))
+        own = await services_for(request, services, body)
+        return await work(await with_documents(body, own), own)
 
     return await until_disconnect(request, chosen())
 

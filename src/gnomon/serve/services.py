@@ -14,6 +14,7 @@ from gnomon.chat.spans import SpanCache
 from gnomon.chat.template import ChatTemplate
 from gnomon.config import HTTPConfig, SamplingDefaults
 from gnomon.engine.api import Engine, Supervised
+from gnomon.fetch import Fetcher
 from gnomon.isolate import ModelPool
 from gnomon.serve.history import History
 from gnomon.serve.keys import KeyRing
@@ -107,6 +108,8 @@ class Services:
     models: dict[str, Services] = field(default_factory=dict[str, "Services"])
     """With what is a model's own, by id, of the pool's models that were asked for."""
     tracer: Tracer = OFF
+    fetcher: Fetcher | None = None
+    """Reads documents by URL, where the server does."""
     spans: SpanCache = field(default_factory=SpanCache)
     """What is settled of calls of the tools that were offered lately."""
     responses: ResponseStore = field(default_factory=ResponseStore)

@@ -88,15 +88,22 @@ class FullLayer(LayerState):
         rows' lengths: copies are made of what lies before, and a snapshot's arrays are copied first. `advance_in_place` follows,
         `appended` with the kernel's arrays in place of these, or `appends`. Unless `settled`, the kernel waits for `appending` itself.
         """
-        rows = self.rows
-        if isinstance(mask, str):
-            is_plain = mask == "causal"
-        else:
-            is_plain = rows.width == 1 if mask is None else mask is rows.known(_mask_key(self.mask_ndim))
-        if not is_plain:
+        if not self.hides_only_later(mask):
             return None
         if settled:
             self._settle()
+        return self.room()
+
+    def hides_only_later(self, mask: mx.array | str | None) -> bool:
+        """Whether a mask of the open forward hides nothing but each query's later positions."""
+        rows = self.rows
+        if isinstance(mask, str):
+            return mask == "causal"
+        return rows.width == 1 if mask is None else mask is rows.known(_mask_key(self.mask_ndim))
+
+    def room(self) -> KeysValues | None:
+        """The buffers of `in_place`, whatever the mask."""
+        rows = self.rows
         if self._lone is None:
             if self._buffer.keys is None or self._buffer.values is None:
                 return None
@@ -120,6 +127,12 @@ class FullLayer(LayerState):
         """A kernel was given the buffers of `in_place` and appends the open window to them; `appending` is computed once it has."""
         self.appending = appending
         self.advance_in_place()
+
+    def whole(self) -> KeysValues | None:
+        """The buffers `[rows or more, heads, slots, dim]`; what lies beyond the open window's end means nothing."""
+        self._settle()
+        keys, values = self.keys, self.values
+        return None if keys is None or values is None else (keys, values)
 
     def appended(self, keys: mx.array, values: mx.array) -> None:
         """`keys` and `values` are the buffers of `in_place` once a kernel has appended the open window."""

@@ -9,6 +9,7 @@ from typing import cast
 
 import mlx.core as mx
 
+from gnomon.kernels import dispatch
 from gnomon.kernels.coded import Mask, View
 from gnomon.state.codecs.codec import Codec, Fetched
 from gnomon.state.full import FullLayer, full_mask
@@ -73,6 +74,8 @@ class QuantizedLayer(LayerState):
                 members = mx.array(part.members)
                 own_keys, own_values = keys[members], values[members]
             if part.is_coded:
+                if self._appended(part, keys, values):
+                    continue
                 own_keys, own_values = self.codec.encode_keys(own_keys), self.codec.encode_values(own_values)
             part.storage.update_and_fetch(own_keys, own_values)
         return self.keys_and_values()
@@ -82,13 +85,12 @@ class QuantizedLayer(LayerState):
         if self._dims is None:
             raise ValueError("nothing was appended yet")
         first = self._parts[0]
-        fetched = [part.storage.keys_and_values() for part in self._parts]
-        if len(fetched) == 1 and not first.is_coded:
-            return fetched[0]
+        if len(self._parts) == 1 and not first.is_coded:
+            return first.storage.keys_and_values()
         key_dim, value_dim, dtype = self._dims
-        held = [Fetched(k, v, key_dim, value_dim, dtype) for k, v in fetched]
+        held = [self._held(part, self._dims) for part in self._parts]
         attend = partial(self._attend, held) if len(held) > 1 else partial(self._attend_part, first, held[0])
-        heads, length = held[0].keys.shape[1], max(one.keys.shape[2] for one in held)
+        heads, length = held[0].keys.shape[1], max(one.end for one in held)
         shape = (self.rows.num_rows, heads, length)
         return View(attend, (*shape, key_dim), dtype), View(attend, (*shape, value_dim), dtype)
 
@@ -118,7 +120,7 @@ class QuantizedLayer(LayerState):
             if self.window is not None:
                 own = part.storage.make_mask(queries.shape[2], window_size=self.window)
             elif isinstance(mask, mx.array) and mask.ndim > 3:
-                own = mask[members][..., : one.keys.shape[2]]
+                own = mask[members][..., : one.end]
             found.append(self._attend_part(part, one, queries[members], scale, own, sinks))
         order = [row for part in self._parts for row in part.members]
         return mx.concatenate(found)[mx.array([order.index(row) for row in range(len(order))])]
@@ -127,10 +129,31 @@ class QuantizedLayer(LayerState):
         self, part: Part, held: Fetched, queries: mx.array, scale: float, mask: Mask, sinks: mx.array | None
     ) -> mx.array:
         if part.is_coded:
+            storage = part.storage
+            if isinstance(mask, mx.array) and isinstance(storage, FullLayer) and storage.hides_only_later(mask):
+                held = replace(held, starts=storage.rows.offsets)
             return self.codec.attend(queries, held, scale, mask, sinks)
         return mx.fast.scaled_dot_product_attention(
             queries, held.keys, held.values, scale=scale, mask=mask, sinks=sinks
         )
+
+    def _held(self, part: Part, dims: tuple[int, int, mx.Dtype]) -> Fetched:
+        storage = part.storage
+        whole = storage.whole() if part.is_coded and isinstance(storage, FullLayer) else None
+        if whole is not None:
+            return Fetched(*whole, *dims, length=storage.rows.end)
+        return Fetched(*storage.keys_and_values(), *dims)
+
+    def _appended(self, part: Part, keys: mx.array, values: mx.array) -> bool:
+        """Whether a kernel coded all rows' tokens into the buffers in place."""
+        storage = part.storage
+        if not (dispatch.thread.active and self._is_whole(part) and isinstance(storage, FullLayer)):
+            return False
+        buffers = storage.room()
+        made = self.codec.append(keys, values, self.rows.offsets, buffers) if buffers is not None else None
+        if made is not None:
+            storage.appended(*made)
+        return made is not None
 
     # What BatchState calls.
 

@@ -1,5 +1,6 @@
 // One unit for everything that includes MLX: its headers take longer to compile than our code.
 #include "attention.cpp"
+#include "coded.cpp"
 #include "block.cpp"
 #include "fused.cpp"
 #include "matmul.cpp"

@@ -38,9 +38,18 @@ Range visible(const AttentionJob& j, int b, int h, int i, float* added) {
   return low < high ? Range{low, high} : Range{0, 0};
 }
 
-const float* block_of(const AttentionJob& j, const Table& t, const Head& x, int b, int h, int from, int some, int d, int dp, float* room, int64_t& pitch) {
+// Columns [c0, c0 + d) of keys [from, from + some) as floats.
+const float* block_of(const AttentionJob& j, const Table& t, Head x, int b, int h, int from, int some, int c0, int d, float* room, int64_t& pitch) {
+  const int dp = (d + 15) / 16 * 16;
   bool together = true;
   for (int i = 1; j.order && together && i < some; i++) together = j.slot(b, from + i) == j.slot(b, from) + i;
+  if (x.codes) {
+    pitch = dp;
+    for (int i = 0; i < some; i += together ? some : 1)
+      t.decode_codes(*x.codes, reinterpret_cast<const uint8_t*>(x.at(b, h, j.slot(b, from + i))), x.position * 4, together ? some : 1, c0, dp, room + static_cast<size_t>(i) * dp, dp);
+    return room;
+  }
+  x.data += c0 * x.step * static_cast<int64_t>(type_size(x.type));
   if (together && x.direct(d)) {
     pitch = x.position;
     return reinterpret_cast<const float*>(x.at(b, h, j.slot(b, from)));
@@ -100,7 +109,7 @@ struct Group {
       while (last > first && (range[last - 1].high <= k0 || range[last - 1].low >= k0 + some)) last--;
       if (first == last) continue;
       int64_t pitch;
-      const float* keys = block_of(j, t, j.k, b, hk, k0, some, j.d, dp, room, pitch);
+      const float* keys = block_of(j, t, j.k, b, hk, k0, some, 0, j.d, room, pitch);
       t.scores(q + static_cast<size_t>(first) * dp, dp, last - first, keys, pitch, some, dp, j.scale, s + first * lds + k0, lds);
     }
   }
@@ -126,8 +135,6 @@ struct Group {
   // Columns [c0, c1) of the outputs, c0 a multiple of 16.
   void values(int c0, int c1, float* room) {
     const int dvp = j.dvp(), wide = (c1 - c0 + 15) / 16 * 16;
-    Head v = j.v;
-    v.data += c0 * v.step * static_cast<int64_t>(type_size(v.type));
     for (int k0 = low; k0 < high; k0 += BLOCK_OF_KEYS) {
       const int some = std::min(BLOCK_OF_KEYS, high - k0);
       int64_t pitch = 0;
@@ -140,18 +147,26 @@ struct Group {
         }
         int same = 1;  // rows beside it that see the same part of the block
         while (r + same < rows && std::max(range[r + same].low, k0) == l && std::min(range[r + same].high, k0 + some) == h) same++;
-        if (!block) block = block_of(j, t, v, b, hk, k0, some, c1 - c0, wide, room, pitch);
+        if (!block) block = block_of(j, t, j.v, b, hk, k0, some, c0, c1 - c0, room, pitch);
         t.weigh(s + r * lds + l, lds, same, block + (l - k0) * pitch, pitch, h - l, wide, o + static_cast<size_t>(r) * dvp + c0, dvp);
         r += same;
       }
     }
     for (int r = 0; r < rows; r++) {
-      const int64_t i = (t0 + r) / j.rep();
-      float* row = o + static_cast<size_t>(r) * dvp + c0;
-      t.scale_row(row, c1 - c0, inverse[r]);
-      const int64_t at = ((b * static_cast<int64_t>(j.queries) + i) * j.q_heads + head(r)) * j.dv + c0;
-      t.from_f32(row, j.out_type, c1 - c0, j.out + at * static_cast<int64_t>(type_size(j.out_type)));
+      t.scale_row(o + static_cast<size_t>(r) * dvp + c0, c1 - c0, inverse[r]);
+      if (!j.turned()) write(r, c0, c1);
     }
+  }
+  // Of rotated values, once all columns are there.
+  void turn(int r) {
+    t.turn_back(*j.v.codes, o + static_cast<size_t>(r) * j.dvp());
+    write(r, 0, j.dv);
+  }
+
+ private:
+  void write(int r, int c0, int c1) {
+    const int64_t i = (t0 + r) / j.rep(), at = ((b * static_cast<int64_t>(j.queries) + i) * j.q_heads + head(r)) * j.dv + c0;
+    t.from_f32(o + static_cast<size_t>(r) * j.dvp() + c0, j.out_type, c1 - c0, j.out + at * static_cast<int64_t>(type_size(j.out_type)));
   }
 };
 
@@ -162,6 +177,7 @@ void rows_of_group(const AttentionJob& j, int b, int hk, int t0, int t1) {
   group.score(group.low, group.high, room);
   for (int r = 0; r < group.rows; r++) group.weights(r);
   group.values(0, j.dv, room);
+  for (int r = 0; j.turned() && r < group.rows; r++) group.turn(r);
 }
 
 // Few rows over many keys: the keys of every group are shared out, then its rows, then its columns.
@@ -184,6 +200,7 @@ void share_keys(const AttentionJob& j, Pool& workers) {
     const int from = n % columns * COLUMNS;
     groups[n / columns].values(from, std::min(j.dv, from + COLUMNS), scratch<2>(Group::room_floats(j)));
   });
+  for (int n = 0; j.turned() && n < count * rows; n++) groups[n / rows].turn(n % rows);
 }
 
 }  // namespace
@@ -210,6 +227,30 @@ void attend(const AttentionJob& j) {
   else workers->run(tasks, one);
 }
 
+void AttentionInputs::push(std::vector<mx::array>& in, const mx::Shape& scores, int kind, const std::optional<mx::array>& mask, const std::optional<mx::array>& starts,
+                           const std::optional<mx::array>& sinks, const std::optional<mx::array>& order, mx::Stream s) {
+  if (kind >= MASK_BOOLEAN) in.push_back(mx::broadcast_to(*mask, scores, s));
+  if (starts) in.push_back(mx::astype(*starts, mx::int32, s));
+  if (sinks) in.push_back(*sinks);
+  if (order) in.push_back(mx::astype(mx::broadcast_to(*order, {scores[0], scores[3]}, s), mx::int32, s));
+}
+AttentionInputs::AttentionInputs(const std::vector<mx::array>& in, size_t next, int kind, bool starts, bool sinks, bool order, AttentionJob& j) {
+  if (kind >= MASK_BOOLEAN) {
+    const auto& m = in[next++];
+    j.mask = m.data<char>();
+    if (kind == MASK_ADDITIVE) j.mask_type = type_of(m.dtype());
+    j.mb = m.strides(0), j.mh = m.strides(1), j.mq = m.strides(2), j.mk = m.strides(3);
+  }
+  if (starts) starts_.emplace(in[next++]);
+  if (sinks) j.sink_type = type_of(in[next].dtype()), sinks_.emplace(in[next++]);
+  if (order) order_.emplace(in[next++]);
+}
+void AttentionInputs::fill(AttentionJob& j) {
+  if (starts_) j.starts = reinterpret_cast<const int32_t*>(starts_->data());
+  if (sinks_) j.sinks = sinks_->data();
+  if (order_) j.order = reinterpret_cast<const int32_t*>(order_->data());
+}
+
 namespace {
 class Attention : public Native {
  public:
@@ -231,23 +272,11 @@ class Attention : public Native {
     out.set_data(mx::allocator::malloc(out.nbytes()), out.size(), strides, flags);
     if (out.size() == 0) return;
     AttentionJob j{Head(q), Head(k), Head(v), q.shape(0), q.shape(1), k.shape(1), q.shape(2), k.shape(2), q.shape(3), v.shape(3), scale_, kind_, window_};
-    size_t next = 3;
-    std::optional<Packed> starts, sinks, order;
-    if (kind_ >= MASK_BOOLEAN) {
-      const auto& m = in[next++];
-      j.mask = m.data<char>();
-      if (kind_ == MASK_ADDITIVE) j.mask_type = type_of(m.dtype());
-      j.mb = m.strides(0), j.mh = m.strides(1), j.mq = m.strides(2), j.mk = m.strides(3);
-    }
-    if (starts_) starts.emplace(in[next++]);
-    if (sinks_) j.sink_type = type_of(in[next].dtype()), sinks.emplace(in[next++]);
-    if (order_) order.emplace(in[next++]);
+    AttentionInputs rest(in, 3, kind_, starts_, sinks_, order_, j);
     j.out = out.data<char>();
     j.out_type = type_of(out.dtype());
-    dispatch(name(), stream(), [j, starts = std::move(starts), sinks = std::move(sinks), order = std::move(order)]() mutable {
-      if (starts) j.starts = reinterpret_cast<const int32_t*>(starts->data());
-      if (sinks) j.sinks = sinks->data();
-      if (order) j.order = reinterpret_cast<const int32_t*>(order->data());
+    dispatch(name(), stream(), [j, rest = std::move(rest)]() mutable {
+      rest.fill(j);
       attend(j);
     });
   }
@@ -264,10 +293,7 @@ mx::array attention(const mx::array& q, const mx::array& k, const mx::array& v, 
                     mx::StreamOrDevice s) {
   auto stream = mx::to_stream(s);
   std::vector<mx::array> in{q, k, v};
-  if (kind >= MASK_BOOLEAN) in.push_back(mx::broadcast_to(*mask, {q.shape(0), q.shape(1), q.shape(2), k.shape(2)}, stream));
-  if (starts) in.push_back(mx::astype(*starts, mx::int32, stream));
-  if (sinks) in.push_back(*sinks);
-  if (order) in.push_back(mx::astype(mx::broadcast_to(*order, {q.shape(0), k.shape(2)}, stream), mx::int32, stream));
+  AttentionInputs::push(in, {q.shape(0), q.shape(1), q.shape(2), k.shape(2)}, kind, mask, starts, sinks, order, stream);
   auto shape = q.shape();
   shape.back() = v.shape(-1);
   return mx::array(std::move(shape), q.dtype(), std::make_shared<Attention>(stream, scale, kind, window, starts.has_value(), sinks.has_value(), order.has_value()), std::move(in));

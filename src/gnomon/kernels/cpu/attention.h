@@ -13,13 +13,14 @@ struct Head {
   const char* data;
   Type type;
   int64_t batch, head, position, step;
+  const RowCodes* codes = nullptr;  // of rows of codes: `data` and strides are then in words of four bytes
   Head(const char* p, Type t, int64_t b, int64_t h, int64_t i) : data(p), type(t), batch(b), head(h), position(i), step(1) {}
   explicit Head(const mx::array& a) : data(a.data<char>()), type(type_of(a.dtype())), batch(a.strides(0)), head(a.strides(1)), position(a.strides(2)), step(a.strides(3)) {}
   const char* at(int64_t b, int64_t h, int64_t i) const { return data + (b * batch + h * head + i * position) * static_cast<int64_t>(type_size(type)); }
-  bool direct(int d) const { return type == F32 && step == 1 && d % 16 == 0; }
+  bool direct(int d) const { return !codes && type == F32 && step == 1 && d % 16 == 0; }
 };
 
-// What an attention computes, with everything evaluated.
+// What an attention computes, with everything evaluated. Keys and values may be codes: they count as the float32 numbers that they stand for.
 struct AttentionJob {
   Head q, k, v;
   int batch, q_heads, k_heads, queries, keys, d, dv;
@@ -38,8 +39,21 @@ struct AttentionJob {
   int dp() const { return (d + 15) / 16 * 16; }
   int dvp() const { return (dv + 15) / 16 * 16; }
   int rep() const { return q_heads / k_heads; }
+  bool turned() const { return v.codes && v.codes->coding == ROTATED; }  // so is the output, until it is turned back
 };
 void attend(const AttentionJob& j);
+// Where there are masks, starts, sinks and an order of keys among a primitive's inputs, from `next` on, and what of them stays alive.
+class AttentionInputs {
+ public:
+  // `mask` is broadcast to [B, Hq, L, S] by `push`.
+  static void push(std::vector<mx::array>& in, const mx::Shape& scores, int kind, const std::optional<mx::array>& mask, const std::optional<mx::array>& starts,
+                   const std::optional<mx::array>& sinks, const std::optional<mx::array>& order, mx::Stream s);
+  AttentionInputs(const std::vector<mx::array>& in, size_t next, int kind, bool starts, bool sinks, bool order, AttentionJob& j);
+  void fill(AttentionJob& j);
+
+ private:
+  std::optional<Packed> starts_, sinks_, order_;
+};
 
 // softmax(scale * q k^T + mask) v for q [B, Hq, L, D], k [B, Hk, S, D], v [B, Hk, S, Dv]; a row that sees no key gives zeros.
 // `order` [B, S] or [1, S], a permutation in each row, is the order in which keys are added up: the c-th one is k[b, :, order[b, c]]. Causal masks

@@ -6,6 +6,7 @@
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 #include "attention.h"
+#include "coded.h"
 #include "block.h"
 #include "fused.h"
 #include "matmul.h"
@@ -60,6 +61,15 @@ NB_MODULE(gnomon_kernels, m) {
              new (self) HeadForm{q_heads, k_heads, norm_eps, rope_dims, traditional, base, scale};
            },
            "q_heads"_a, "k_heads"_a, "norm_eps"_a, "rope_dims"_a, "traditional"_a, "base"_a, "scale"_a);
+  using gnomon::CodesForm;
+  if (nb::handle known = nb::type<CodesForm>(); known.is_valid()) m.attr("CodesForm") = known;
+  else nb::class_<CodesForm>(m, "CodesForm")
+      .def(nb::init<int, int, int, int, int, std::vector<float>, std::vector<float>, std::vector<float>>(), "coding"_a, "bits"_a, "group"_a, "dim"_a, "type"_a, "levels"_a, "bounds"_a, "signs"_a)
+      .def_prop_ro("row_bytes", &CodesForm::row_bytes);
+  m.def("coded_attention", &gnomon::coded_attention, "q"_a, "k"_a, "v"_a, "key_form"_a, "value_form"_a, "keys"_a, "scale"_a, "kind"_a, "mask"_a.none(), "starts"_a.none(), "window"_a,
+        "sinks"_a.none(), "order"_a.none() = nb::none(), "stream"_a = nb::none());
+  m.def("encode", &gnomon::encode, "x"_a, "form"_a, "stream"_a = nb::none());
+  m.def("coded_append", &gnomon::coded_append, "k"_a, "v"_a, "key_form"_a, "value_form"_a, "starts"_a, "keys"_a, "values"_a, "stream"_a = nb::none());
   if (nb::handle known = nb::type<gnomon::Blocks>(); known.is_valid()) m.attr("Blocks") = known;
   else nb::class_<gnomon::Blocks>(m, "Blocks")
       .def(nb::init<>())

@@ -152,10 +152,10 @@ class Tiled : public Native {
   void eval_cpu(const std::vector<mx::array>& in, mx::array& out) override {
     const int64_t n = out.shape(-2), width = out.shape(-1), size = static_cast<int64_t>(out.itemsize());
     auto room = mx::allocator::malloc(out.nbytes() + 64);
-    const auto from_line = static_cast<int64_t>(reinterpret_cast<uintptr_t>(room.buffer().raw_ptr()) % 64);
+    const auto place = static_cast<int64_t>(reinterpret_cast<uintptr_t>(room.buffer().raw_ptr()) % 64);
     mx::Strides strides(out.ndim(), 1);
     for (int i = static_cast<int>(out.ndim()) - 2; i >= 0; i--) strides[i] = strides[i + 1] * out.shape(i + 1);
-    out.set_data(std::move(room), out.size(), strides, mx::array::Flags{true, true, false}, from_line % size ? 0 : (64 - from_line) % 64 / size);
+    out.set_data(std::move(room), out.size(), strides, mx::array::Flags{true, true, false}, (64 - place) % 64);  // in bytes
     if (out.size() == 0) return;
     dispatch(name(), stream(), [x = Packed(in[0]), n, width, size, matrices = static_cast<int64_t>(out.size()) / (n * width), to = out.data<char>()]() mutable {
       const char* from = x.data();

@@ -230,4 +230,61 @@ template <> struct Dot<8> {
     return _mm256_add_epi32(_mm256_madd_epi16(low, _mm256_set1_epi16(1)), _mm256_madd_epi16(high, _mm256_set1_epi16(16)));
   }
 };
+
+// Codes of keys and values in their natural order: 8 of 16 that begin at p, with whatever comes before and behind them in the higher bits.
+template <int BITS> INLINE vi raw_codes(const uint8_t* p, int part) {
+  p += BITS * part;
+  if constexpr (BITS == 8) {
+    return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
+  } else if constexpr (BITS == 4) {
+    return _mm256_srlv_epi32(_mm256_broadcastd_epi32(_mm_loadu_si32(p)), _mm256_set_epi32(28, 24, 20, 16, 12, 8, 4, 0));
+  } else if constexpr (BITS == 2) {
+    uint16_t w;
+    memcpy(&w, p, 2);
+    return _mm256_srlv_epi32(_mm256_set1_epi32(w), _mm256_set_epi32(14, 12, 10, 8, 6, 4, 2, 0));
+  } else if constexpr (BITS == 3) {
+    uint16_t low;
+    memcpy(&low, p, 2);
+    return _mm256_srlv_epi32(_mm256_set1_epi32((int)(low | (uint32_t)p[2] << 16)), _mm256_set_epi32(21, 18, 15, 12, 9, 6, 3, 0));
+  } else if constexpr (BITS == 5) {
+    uint32_t low;
+    memcpy(&low, p, 4);
+    const uint64_t v = low | (uint64_t)p[4] << 32;
+    return _mm256_srlv_epi32(windows((uint32_t)v, (uint32_t)(v >> 20)), _mm256_set_epi32(15, 10, 5, 0, 15, 10, 5, 0));
+  } else {
+    uint32_t low, high;
+    memcpy(&low, p, 4);
+    memcpy(&high, p + 2, 4);
+    return _mm256_srlv_epi32(windows(low, high >> 8), _mm256_set_epi32(18, 12, 6, 0, 18, 12, 6, 0));
+  }
+}
+template <int BITS> INLINE vi clean(vi raw) { return BITS == 8 ? raw : _mm256_and_si256(raw, _mm256_set1_epi32((1 << BITS) - 1)); }
+INLINE vi signed_codes(const uint8_t* p, int part) { return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8 * part))); }
+// What 2^BITS codes stand for, at least 16 of them in memory; `by` sets a factor.
+template <int BITS> struct Levels {
+  const float* level;
+  vf s;
+  void __attribute__((always_inline)) set(const float* p) { level = p; }
+  void __attribute__((always_inline)) by(float x) { s = set1(x); }
+  vf __attribute__((always_inline)) at(vi raw) const { return mul(_mm256_i32gather_ps(level, clean<BITS>(raw), 4), s); }
+};
+struct EightLevels {
+  vf level, scaled;
+  void __attribute__((always_inline)) set(const float* p) { level = load(p); }
+  void __attribute__((always_inline)) by(float s) { scaled = mul(level, set1(s)); }
+  vf __attribute__((always_inline)) at(vi raw) const { return _mm256_permutevar8x32_ps(scaled, raw); }
+};
+template <> struct Levels<2> : EightLevels {};
+template <> struct Levels<3> : EightLevels {};
+template <> struct Levels<4> {
+  vf low, high, a, b;
+  void __attribute__((always_inline)) set(const float* p) { low = load(p), high = load(p + 8); }
+  void __attribute__((always_inline)) by(float s) { a = mul(low, set1(s)), b = mul(high, set1(s)); }
+  vf __attribute__((always_inline)) at(vi raw) const {
+    return _mm256_blendv_ps(_mm256_permutevar8x32_ps(a, raw), _mm256_permutevar8x32_ps(b, raw), _mm256_castsi256_ps(_mm256_slli_epi32(raw, 28)));
+  }
+};
+constexpr int LOOKED_UP = 0;
+template <int BITS> struct Affine;
+template <int BITS> struct Shifted;
 }  // namespace gnomon

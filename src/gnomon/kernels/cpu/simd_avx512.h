@@ -265,4 +265,75 @@ template <> struct Dot<8> {
   }
 };
 #endif
+
+// Codes of keys and values in their natural order: 16 that begin at p, with whatever comes before and behind them in the higher bits.
+template <int BITS> INLINE vi raw_codes(const uint8_t* p, int) {
+  if constexpr (BITS == 8) {
+    return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+  } else if constexpr (BITS == 4) {
+    const vi shift = _mm512_set_epi32(28, 24, 20, 16, 12, 8, 4, 0, 28, 24, 20, 16, 12, 8, 4, 0);
+    const vi low = _mm512_broadcastd_epi32(_mm_loadu_si32(p));
+    return _mm512_srlv_epi32(_mm512_mask_broadcastd_epi32(low, 0xff00, _mm_loadu_si32(p + 4)), shift);
+  } else if constexpr (BITS == 2) {
+    const vi shift = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+    return _mm512_srlv_epi32(_mm512_broadcastd_epi32(_mm_loadu_si32(p)), shift);
+  } else if constexpr (BITS == 3) {
+    uint32_t low;
+    uint16_t high;
+    memcpy(&low, p, 4);
+    memcpy(&high, p + 4, 2);
+    const uint64_t v = (uint64_t)high << 32 | low;
+    const vi shift = _mm512_set_epi32(21, 18, 15, 12, 9, 6, 3, 0, 21, 18, 15, 12, 9, 6, 3, 0);
+    return _mm512_srlv_epi32(_mm512_mask_set1_epi32(_mm512_set1_epi32((int)low), 0xff00, (int)(v >> 24)), shift);
+  } else if constexpr (BITS == 5) {
+    uint64_t v;
+    uint16_t t;
+    memcpy(&v, p, 8);
+    memcpy(&t, p + 8, 2);
+    const vi shift = _mm512_set_epi32(15, 10, 5, 0, 15, 10, 5, 0, 15, 10, 5, 0, 15, 10, 5, 0);
+    return _mm512_srlv_epi32(windows((uint32_t)v, (uint32_t)(v >> 20), (uint32_t)(v >> 40), (uint32_t)(v >> 60) | (uint32_t)t << 4), shift);
+  } else {
+    uint32_t a, b, c, d;
+    memcpy(&a, p, 4);
+    memcpy(&b, p + 3, 4);
+    memcpy(&c, p + 6, 4);
+    memcpy(&d, p + 8, 4);
+    const vi shift = _mm512_set_epi32(18, 12, 6, 0, 18, 12, 6, 0, 18, 12, 6, 0, 18, 12, 6, 0);
+    return _mm512_srlv_epi32(windows(a, b, c, d >> 8), shift);
+  }
+}
+template <int BITS> INLINE vi clean(vi raw) { return BITS == 8 ? raw : _mm512_and_si512(raw, _mm512_set1_epi32((1 << BITS) - 1)); }
+INLINE vi signed_codes(const uint8_t* p, int) { return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)); }
+// What 2^BITS codes stand for, at least 16 of them in memory; `by` sets a factor.
+template <int BITS> struct Levels {
+  vf level, scaled;
+  void __attribute__((always_inline)) set(const float* p) { level = load(p); }
+  void __attribute__((always_inline)) by(float s) { scaled = mul(level, set1(s)); }
+  vf __attribute__((always_inline)) at(vi raw) const { return _mm512_permutexvar_ps(raw, scaled); }
+};
+template <> struct Levels<5> {
+  vf low, high, a, b;
+  void __attribute__((always_inline)) set(const float* p) { low = load(p), high = load(p + 16); }
+  void __attribute__((always_inline)) by(float s) { a = mul(low, set1(s)), b = mul(high, set1(s)); }
+  vf __attribute__((always_inline)) at(vi raw) const { return _mm512_permutex2var_ps(a, raw, b); }
+};
+template <> struct Levels<8> {
+  const float* level;
+  vf s;
+  void __attribute__((always_inline)) set(const float* p) { level = p; }
+  void __attribute__((always_inline)) by(float x) { s = set1(x); }
+  vf __attribute__((always_inline)) at(vi codes) const { return mul(_mm512_i32gather_ps(codes, level, 4), s); }
+};
+// Few codes: what they stand for is looked up, so scaling is free.
+template <int BITS> struct Affine {
+  vf level;
+  void __attribute__((always_inline)) group(float s, float b) { level = _mm512_fmadd_ps(_mm512_cvtepi32_ps(clean<BITS>(lanes())), set1(s), set1(b)); }
+  vf __attribute__((always_inline)) at(const uint8_t* p, int) const { return _mm512_permutexvar_ps(raw_codes<BITS>(p, 0), level); }
+};
+template <int BITS> struct Shifted {
+  vf level;
+  void __attribute__((always_inline)) group(float s, float z) { level = mul(add(_mm512_cvtepi32_ps(clean<BITS>(lanes())), set1(z)), set1(s)); }
+  vf __attribute__((always_inline)) at(const uint8_t* p, int) const { return _mm512_permutexvar_ps(raw_codes<BITS>(p, 0), level); }
+};
+constexpr int LOOKED_UP = 4;
 }  // namespace gnomon

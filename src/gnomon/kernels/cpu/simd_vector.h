@@ -241,4 +241,32 @@ template <int BITS> struct Dot {
   vi __attribute__((always_inline)) sum() const { return a; }
 };
 #endif
+
+// Codes of keys and values in their natural order: 4 of 16 that begin at p.
+template <int BITS> INLINE vi raw_codes(const uint8_t* p, int part) {
+  vi v;
+  for (int i = 0; i < 4; i++) {
+    const int bit = (4 * part + i) * BITS, byte = bit / 8;
+    const uint32_t two = p[byte] | (byte + 1 < 2 * BITS ? (uint32_t)p[byte + 1] << 8 : 0);
+    v[i] = (int)(two >> bit % 8 & ((1u << BITS) - 1));
+  }
+  return v;
+}
+template <int BITS> INLINE vi clean(vi raw) { return raw; }
+INLINE vi signed_codes(const uint8_t* p, int part) {
+  vi v;
+  for (int i = 0; i < 4; i++) v[i] = (int8_t)p[4 * part + i];
+  return v;
+}
+// What 2^BITS codes stand for; `by` sets a factor.
+template <int BITS> struct Levels {
+  const float* level;
+  vf s;
+  void __attribute__((always_inline)) set(const float* p) { level = p; }
+  void __attribute__((always_inline)) by(float x) { s = set1(x); }
+  vf __attribute__((always_inline)) at(vi codes) const { return mul(vf{level[codes[0]], level[codes[1]], level[codes[2]], level[codes[3]]}, s); }
+};
+constexpr int LOOKED_UP = 0;
+template <int BITS> struct Affine;
+template <int BITS> struct Shifted;
 }  // namespace gnomon

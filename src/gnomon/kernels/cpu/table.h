@@ -3,6 +3,7 @@
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
+#include "codes.h"
 
 namespace gnomon {
 
@@ -74,6 +75,10 @@ struct Table {
   void (*convolve)(const float* const* x, const float* w, int taps, int channels, bool silu, float* y);
   void (*to_f32)(const void* x, Type type, size_t n, float* y);
   void (*from_f32)(const float* x, Type type, size_t n, void* y);
+  // Elements [from, from + count), multiples of 16, of rows of codes that are `pitch` bytes apart, to rows of out `ldo` apart.
+  void (*decode_codes)(const RowCodes& c, const uint8_t* row, int64_t pitch, int rows, int from, int count, float* out, int64_t ldo);
+  void (*encode_codes)(const RowCodes& c, const float* x, uint8_t* row, float* room);  // `room` holds dim floats
+  void (*turn_back)(const RowCodes& c, float* x);                                      // what ROTATED turned
 };
 
 const Table* table_portable();

@@ -165,7 +165,7 @@ def boundary_of(rendered: Rendered, ids: Sequence[int]) -> int | None:
 async def create(request: Request, services: Annotated[Services, Depends(services_of)]) -> Response:
     """Continue a conversation."""
     body = await read_body(request, services.http.body_limit, services.timing)
-    return await with_model(request, services, body, lambda own: answer(body, own, request.state.trace_id))
+    return await with_model(request, services, body, lambda body, own: answer(body, own, request.state.trace_id))
 
 
 async def answer(body: bytes, services: Services, trace_id: str) -> Response:

@@ -107,7 +107,7 @@ def _encode(text: str, services: Services, *, reuse: bool) -> tuple[int, ...]:
 async def create(request: Request, services: Annotated[Services, Depends(services_of)]) -> Response:
     """Continue raw prompts."""
     body = await read_body(request, services.http.body_limit, services.timing)
-    return await with_model(request, services, body, lambda own: answer(body, own, request.state.trace_id))
+    return await with_model(request, services, body, lambda body, own: answer(body, own, request.state.trace_id))
 
 
 async def answer(body: bytes, services: Services, trace_id: str) -> Response:

@@ -29,7 +29,7 @@ router = APIRouter()
 async def create(request: Request, services: Annotated[Services, Depends(services_of)]) -> Response:
     """Turn texts into vectors of length 1."""
     body = await read_body(request, services.http.body_limit, services.timing)
-    return await with_model(request, services, body, lambda own: answer(body, own))
+    return await with_model(request, services, body, answer)
 
 
 async def answer(body: bytes, services: Services) -> Response:

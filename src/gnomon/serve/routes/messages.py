@@ -63,7 +63,7 @@ def prepare(body: bytes, services: Services, trace_id: str) -> MessageJob:
 async def create(request: Request, services: Annotated[Services, Depends(services_of)]) -> Response:
     """Continue a conversation."""
     body = await read_body(request, services.http.body_limit, services.timing)
-    return await with_model(request, services, body, lambda own: answer(body, own, request.state.trace_id))
+    return await with_model(request, services, body, lambda body, own: answer(body, own, request.state.trace_id))
 
 
 @router.post("/v1/messages/count_tokens", response_model=TokenCount, openapi_extra=json_body(MessagesRequest))
@@ -72,7 +72,7 @@ async def count(request: Request, services: Annotated[Services, Depends(services
     body = await read_body(request, services.http.body_limit, services.timing)
     trace_id = request.state.trace_id
     prepared = await with_model(
-        request, services, body, lambda own: own.preparation.run(lambda: prepare(body, own, trace_id))
+        request, services, body, lambda body, own: own.preparation.run(lambda: prepare(body, own, trace_id))
     )
     counted: TokenCount = {"input_tokens": _prompt_tokens(prepared)}
     return JSONResponse(counted)

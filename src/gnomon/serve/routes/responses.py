@@ -57,7 +57,7 @@ def prepare(body: bytes, services: Services, trace_id: str, owner: str | None) -
 async def create(request: Request, services: Annotated[Services, Depends(services_of)]) -> Response:
     """Answer items, or go on from an earlier response."""
     body = await read_body(request, services.http.body_limit, services.timing)
-    return await with_model(request, services, body, lambda own: answer(body, own, request.state.trace_id))
+    return await with_model(request, services, body, lambda body, own: answer(body, own, request.state.trace_id))
 
 
 async def answer(body: bytes, services: Services, trace_id: str) -> Response:

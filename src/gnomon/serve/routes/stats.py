@@ -90,5 +90,6 @@ def everything(services: Services, model: str | None = None) -> dict[str, Any]:
             "reuses": sum(one.reuses for one in histories),
         },
         "keys": services.keys.stats(),
+        **({"fetch": services.fetcher.stats()} if services.fetcher is not None else {}),
         "latency": metrics.summary(),
     }

@@ -131,9 +131,36 @@ def part_kind(part: Any, path: str) -> str:
     return kind
 
 
+def document_url(part: Any) -> str | None:
+    """Where the document is that a part names by URL: `input_file` of Responses, `document` of Messages, or a `file`, whose `file_data` is
+    a URL, or which has a `file_url`. None for any other part."""
+    if not isinstance(part, dict):
+        return None
+    part = cast("dict[str, Any]", part)
+    kind: Any = part.get("type")
+    held: Any = part.get("source") if kind == "document" else part.get("file", part) if kind == "file" else part
+    if kind not in ("document", "file", "input_file") or not isinstance(held, dict):
+        return None
+    held = cast("dict[str, Any]", held)
+    if kind == "document":
+        url: Any = held.get("url") if held.get("type") == "url" else None
+    else:
+        data: Any = held.get("file_data")
+        named = data if isinstance(data, str) and data.lower().startswith(("http://", "https://")) else None
+        url = held.get("file_url") or named
+    return url if isinstance(url, str) else None
+
+
 def part_text(part: Any, path: str, model: str) -> str:
     """The text of a part of a message. Raises APIError 400 for a part that holds none."""
     kind = part_kind(part, path)
+    if document_url(part) is not None:
+        raise invalid(
+            f"{path} is a document by URL, which this server does not fetch: "
+            "start it with --fetch-urls (GNOMON_FETCH_URLS=1) to allow text documents",
+            path,
+            "unsupported",
+        )
     if kind in MEDIA_PARTS:
         raise invalid(
             f"{path} is of type {kind}, but the model {model} takes no {MEDIA_PARTS[kind]} input", path, "unsupported"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import mlx.core as mx
 from mlx_lm.models.base import quantized_scaled_dot_product_attention
 
-from gnomon.kernels import dispatch
+from gnomon.kernels import codes
 from gnomon.kernels.coded import Mask
 from gnomon.state.codecs.codec import Codec, Fetched, packed, taken
 
@@ -23,7 +24,7 @@ class Affine(Codec):
 
     Attention is mlx-lm's own quantised function, so a lone row has its bits. With `fused`, windows of several tokens go through the keys
     in tiles with a running softmax (FlashAttention-2), as mlx-optiq does it, so that no window's scores exist whole. In steps with native
-    CPU kernels, keys and values are dequantised and the native attention reads them, as it does plain ones.
+    CPU kernels one of them reads the codes.
     """
 
     bits: int
@@ -45,7 +46,16 @@ class Affine(Codec):
                 f"heads of {dim} elements can't be held in {self.bits} bits: they must be a multiple of the group of {self.group}"
             )
 
+    def key_codes(self, dim: int, dtype: mx.Dtype) -> codes.Codes:
+        return _codes(self.bits, self.group, dim, dtype)
+
+    def value_codes(self, dim: int, dtype: mx.Dtype) -> codes.Codes:
+        return _codes(self.bits, self.group, dim, dtype)
+
     def encode_keys(self, keys: mx.array) -> mx.array:
+        made = codes.encode(keys, self.key_codes(keys.shape[3], keys.dtype))
+        if made is not None:
+            return made
         return packed(mx.quantize(keys, group_size=self.group, bits=self.bits))
 
     def encode_values(self, values: mx.array) -> mx.array:
@@ -60,13 +70,10 @@ class Affine(Codec):
     def attend(self, queries: mx.array, held: Fetched, scale: float, mask: Mask, sinks: mx.array | None) -> mx.array:
         if sinks is not None:
             raise ValueError("attention sinks can't be combined with keys and values in 4 or 8 bits")
-        if dispatch.thread.active and mx.default_device() == mx.Device(mx.cpu):
-            # MLX's products with codes take seconds for a prompt's chunk there.
-            whole = (
-                self.decode_keys(held.keys, held.key_dim, held.dtype),
-                self.decode_values(held.values, held.value_dim, held.dtype),
-            )
-            return mx.fast.scaled_dot_product_attention(queries, *whole, scale=scale, mask=mask)
+        made = self.attend_natively(queries, held, scale, mask, None)
+        if made is not None:
+            return made
+        held = held.exact(queries.shape[0])
         keys = self._parts(held.keys, held.key_dim, held.dtype)
         values = self._parts(held.values, held.value_dim, held.dtype)
         if self.fused and queries.shape[2] > 1:
@@ -83,11 +90,11 @@ class Affine(Codec):
 
     def _parts(self, words: mx.array, dim: int, dtype: mx.Dtype) -> Quantized:
         """Codes, scales and biases."""
-        codes, groups = dim * self.bits // 8, dim // self.group
+        size, groups = dim * self.bits // 8, dim // self.group
         return (
-            taken(words, 0, codes // 4, mx.uint32),
-            taken(words, codes, groups, dtype),
-            taken(words, codes + groups * dtype.size, groups, dtype),
+            taken(words, 0, size // 4, mx.uint32),
+            taken(words, size, groups, dtype),
+            taken(words, size + groups * dtype.size, groups, dtype),
         )
 
     def _tiled(self, queries: mx.array, keys: Quantized, values: Quantized, scale: float, mask: Mask) -> mx.array:
@@ -124,6 +131,11 @@ class Affine(Codec):
 
     def _product(self, x: mx.array, parts: list[mx.array], *, transpose: bool) -> mx.array:
         return mx.quantized_matmul(x, *parts, transpose=transpose, group_size=self.group, bits=self.bits)
+
+
+@cache
+def _codes(bits: int, group: int, dim: int, dtype: mx.Dtype) -> codes.Codes:
+    return codes.Codes(codes.AFFINE, bits, group, dim, dtype)
 
 
 def _as_array(mask: Mask, length: int, end: int) -> mx.array | None:

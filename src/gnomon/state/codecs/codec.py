@@ -4,22 +4,41 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
+from gnomon.kernels import codes
 from gnomon.kernels.coded import Mask
 
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """Words of keys and values as the storage returns them, uint32 `[B, heads, n, words]`, and what they stand for."""
+    """Words of keys and values, uint32 `[B, heads, n, words]`, and what they stand for.
+
+    The arrays may be whole buffers, with more rows and slots: `length` is then n. With `starts` int32 `[B]` each query sees the slots up to
+    its own, the first of row b being starts[b]; the mask says the same.
+    """
 
     keys: mx.array
     values: mx.array
     key_dim: int
     value_dim: int
     dtype: mx.Dtype
+    length: int | None = None
+    starts: mx.array | None = None
+
+    @property
+    def end(self) -> int:
+        """How many slots there are: n."""
+        return self.keys.shape[2] if self.length is None else self.length
+
+    def exact(self, rows: int) -> Fetched:
+        """Arrays of so many rows and n slots."""
+        if self.length is None:
+            return self
+        keys, values = self.keys[:rows, :, : self.length], self.values[:rows, :, : self.length]
+        return replace(self, keys=keys, values=values, length=None)
 
 
 class Codec(ABC):
@@ -44,12 +63,26 @@ class Codec(ABC):
         """Raise ValueError naming the width and what is taken if heads of `dim` can't be coded."""
 
     @abstractmethod
+    def key_codes(self, dim: int, dtype: mx.Dtype) -> codes.Codes:
+        """How words of keys of `dim` elements of `dtype` are read."""
+
+    @abstractmethod
+    def value_codes(self, dim: int, dtype: mx.Dtype) -> codes.Codes:
+        """How words of values of `dim` elements of `dtype` are read."""
+
+    @abstractmethod
     def encode_keys(self, keys: mx.array) -> mx.array:
         """The words of `[B, heads, n, dim]`."""
 
     @abstractmethod
     def encode_values(self, values: mx.array) -> mx.array:
         """The words of `[B, heads, n, dim]`."""
+
+    def append(self, keys: mx.array, values: mx.array, starts: mx.array, buffers: codes.Pair) -> codes.Pair | None:
+        """Code keys and values `[B, heads, L, dim]` into the slots from `starts` `[B]` on of contiguous buffers `[B or more, heads, slots,
+        words]` where these lie. Returns the arrays that whoever reads them depends on, or None where no kernel does it."""
+        pair = self.key_codes(keys.shape[3], keys.dtype), self.value_codes(values.shape[3], values.dtype)
+        return codes.append(keys, values, pair, starts, buffers)
 
     @abstractmethod
     def decode_keys(self, words: mx.array, dim: int, dtype: mx.Dtype) -> mx.array:
@@ -63,6 +96,15 @@ class Codec(ABC):
     def attend(self, queries: mx.array, held: Fetched, scale: float, mask: Mask, sinks: mx.array | None) -> mx.array:
         """Attention of queries `[B, Hq, L, D]` over what is held, `[B, Hq, L, Dv]` of the queries' type. Raises ValueError for sinks that
         the codec's attention can't take."""
+
+    def attend_natively(
+        self, queries: mx.array, held: Fetched, scale: float, mask: Mask, sinks: mx.array | None
+    ) -> mx.array | None:
+        """`attend` by a kernel that reads the words, or None where there is none."""
+        pair = self.key_codes(held.key_dim, held.dtype), self.value_codes(held.value_dim, held.dtype)
+        return codes.attention(
+            queries, held.keys, held.values, pair, held.end, scale=scale, mask=mask, sinks=sinks, starts=held.starts
+        )
 
 
 def packed(parts: Sequence[mx.array]) -> mx.array:

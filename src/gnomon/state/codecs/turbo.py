@@ -22,6 +22,7 @@ from functools import cache
 
 import mlx.core as mx
 
+from gnomon.kernels import codes
 from gnomon.kernels.coded import Mask
 from gnomon.state.codecs.codebooks import BOUNDARIES, CENTROIDS
 from gnomon.state.codecs.codec import Codec, Fetched, packed, taken
@@ -53,7 +54,21 @@ class Turbo(Codec):
         if dim not in DIMS:
             raise ValueError(f"heads of {dim} elements can't be held by turbo: it takes {', '.join(map(str, DIMS))}")
 
+    def key_codes(self, dim: int, dtype: mx.Dtype) -> codes.Codes:  # noqa: ARG002  (numbers are float16 always)
+        return _key_codes(self.key_bits, dim)
+
+    def value_codes(self, dim: int, dtype: mx.Dtype) -> codes.Codes:  # noqa: ARG002
+        return _value_codes(self.value_bits, dim)
+
     def encode_keys(self, keys: mx.array) -> mx.array:
+        made = codes.encode(keys, _key_codes(self.key_bits, keys.shape[3]))
+        return self._keys(keys) if made is None else made
+
+    def encode_values(self, values: mx.array) -> mx.array:
+        made = codes.encode(values, _value_codes(self.value_bits, values.shape[3]))
+        return self._values(values) if made is None else made
+
+    def _keys(self, keys: mx.array) -> mx.array:
         x = _grouped(keys)
         high, low = mx.max(x, axis=-1, keepdims=True), mx.min(x, axis=-1, keepdims=True)
         if self.key_bits == 8:
@@ -65,30 +80,30 @@ class Turbo(Codec):
             scale = (high - low) / last
             zero = mx.round(low / scale)
             first = 0
-        codes = mx.round(x / scale - zero)
+        places = mx.round(x / scale - zero)
         # A group without extent has no codes; what stands for them must not depend on how a device casts NaN.
-        codes = mx.clip(mx.where(mx.isnan(codes), 0, codes), first, last).astype(mx.int8).reshape(keys.shape)
+        places = mx.clip(mx.where(mx.isnan(places), 0, places), first, last).astype(mx.int8).reshape(keys.shape)
         return packed(
             [
-                codes if self.key_bits == 8 else pack(codes.astype(mx.uint8), self.key_bits),
+                places if self.key_bits == 8 else pack(places.astype(mx.uint8), self.key_bits),
                 _halves(scale, keys),
                 _halves(zero, keys),
             ]
         )
 
-    def encode_values(self, values: mx.array) -> mx.array:
+    def _values(self, values: mx.array) -> mx.array:
         y = _grouped(rotate(values))
         scale = mx.sqrt(mx.mean(y * y, axis=-1, keepdims=True))
-        codes = _places(y / (scale + _TINY), self.value_bits).astype(mx.uint8).reshape(values.shape)
-        return packed([pack(codes, self.value_bits), _halves(scale, values)])
+        places = _places(y / (scale + _TINY), self.value_bits).astype(mx.uint8).reshape(values.shape)
+        return packed([pack(places, self.value_bits), _halves(scale, values)])
 
     def decode_keys(self, words: mx.array, dim: int, dtype: mx.Dtype) -> mx.array:
         size, groups = dim * self.key_bits // 8, dim // GROUP
         stream = taken(words, 0, size, mx.uint8)
-        codes = stream.view(mx.int8) if self.key_bits == 8 else unpack(stream, self.key_bits)
+        places = stream.view(mx.int8) if self.key_bits == 8 else unpack(stream, self.key_bits)
         scale = taken(words, size, groups, mx.float16).astype(mx.float32)[..., None]
         zero = taken(words, size + 2 * groups, groups, mx.float16).astype(mx.float32)[..., None]
-        return ((_grouped(codes) + zero) * scale).reshape(*words.shape[:-1], dim).astype(dtype)
+        return ((_grouped(places) + zero) * scale).reshape(*words.shape[:-1], dim).astype(dtype)
 
     def decode_values(self, words: mx.array, dim: int, dtype: mx.Dtype) -> mx.array:
         return unrotate(self.rotated_values(words, dim)).astype(dtype)
@@ -96,16 +111,31 @@ class Turbo(Codec):
     def rotated_values(self, words: mx.array, dim: int) -> mx.array:
         """The values before they are turned back, float32 `[B, heads, n, dim]`."""
         size, groups = dim * self.value_bits // 8, dim // GROUP
-        codes = unpack(taken(words, 0, size, mx.uint8), self.value_bits)
+        places = unpack(taken(words, 0, size, mx.uint8), self.value_bits)
         scale = taken(words, size, groups, mx.float16).astype(mx.float32)[..., None]
-        levels = mx.take(_table(CENTROIDS[self.value_bits]), codes)
-        return (levels.reshape(*codes.shape[:-1], groups, GROUP) * scale).reshape(codes.shape)
+        levels = mx.take(_table(CENTROIDS[self.value_bits]), places)
+        return (levels.reshape(*places.shape[:-1], groups, GROUP) * scale).reshape(places.shape)
 
     def attend(self, queries: mx.array, held: Fetched, scale: float, mask: Mask, sinks: mx.array | None) -> mx.array:
+        made = self.attend_natively(queries, held, scale, mask, sinks)
+        if made is not None:
+            return made
+        held = held.exact(queries.shape[0])
         keys = self.decode_keys(held.keys, held.key_dim, queries.dtype)
         values = self.rotated_values(held.values, held.value_dim).astype(queries.dtype)
         out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
         return unrotate(out).astype(queries.dtype)
+
+
+@cache
+def _key_codes(bits: int, dim: int) -> codes.Codes:
+    return codes.Codes(codes.SHIFTED, bits, GROUP, dim)
+
+
+@cache
+def _value_codes(bits: int, dim: int) -> codes.Codes:
+    tables = CENTROIDS[bits], BOUNDARIES[bits], _drawn_signs(dim)
+    return codes.Codes(codes.ROTATED, bits, GROUP, dim, mx.float16, *tables)
 
 
 def rotate(x: mx.array) -> mx.array:

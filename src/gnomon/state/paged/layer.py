@@ -95,7 +95,7 @@ class PagedLayer(LayerState):
             attend = partial(_attend_coded, codec, held)
         else:
             attend = partial(_attend_apart, codec, held, coded, keys, values)
-        shape = rows.num_rows, keys.shape[1], held.keys.shape[2]
+        shape = rows.num_rows, keys.shape[1], held.end
         return View(attend, (*shape, dims[0]), keys.dtype), View(attend, (*shape, dims[1]), keys.dtype)
 
     # What BatchState calls.
@@ -189,7 +189,7 @@ def _attend_apart(
     fresh = [row for row in range(queries.shape[0]) if row not in coded]
     found: list[mx.array] = []
     for members in (fresh, coded):
-        end = held.keys.shape[2] if members is coded else keys.shape[2]
+        end = held.end if members is coded else keys.shape[2]
         at, own = mx.array(list(members)), mask
         if isinstance(mask, mx.array) and mask.ndim > 3:
             own = mask[at][..., :end]
