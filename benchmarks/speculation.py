@@ -1,9 +1,9 @@
 """Prompt lookup, or a draft model, against plain decoding: the same requests through two engines of one process, in alternating pairs.
 
 uv run python benchmarks/speculation.py MODEL [--draft DIR] [--kernels native] [--batches 1 4 8] [--pairs 5] [--tokens 128]
-                                              [--out FOLDER] [--cells 'code*'] [--minutes N] [--random-1b DIR]
+                                              [--out FOLDER] [--cells 'code*'] [--minutes N] [--random-1b DIR [--bits 4]]
 
-A cell is a workload and a batch; several processes may share them (benchmarks/cells.py). --random-1b makes a model of the shape of
+A cell is a workload, a batch and a pair; several processes may share them (benchmarks/cells.py). --random-1b makes a model of the shape of
 Llama 3.2 1B with random weights in DIR, with MODEL's tokenizer, and measures that.
 """
 
@@ -16,11 +16,13 @@ import statistics
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 
@@ -44,16 +46,34 @@ _RECORDS = "\n".join(
          ("Tanaka", "Osaka", "search index"), ("Novak", "Brno", "mail gateway"), ("Silva", "Porto", "report viewer")]
     )
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Text:
+    """What is asked, and how the answer begins: small models do what they are asked only where they see themselves do it."""
+
+    prompt: str
+    begun: str = ""
+
+
 WORKLOADS = {
     "code editing": [
-        f"Repeat this code exactly, but rename {name} to {name}_numbers:\n```python\n{_CODE}\n```" for name in _FUNCTIONS
+        Text(f"Repeat this code exactly, but rename {name} to {name}_numbers:\n```python\n{_CODE}\n```")
+        for name in _FUNCTIONS
     ],
     "retrieval": [
-        f"Here are support tickets:\n{_RECORDS}\nCopy all the tickets word for word, beginning with number {i % 6 + 1}."
+        Text(f"Here are support tickets:\n{_RECORDS}\nCopy all the tickets word for word, beginning with number {i % 6 + 1}.")
+        for i in range(8)
+    ],
+    "quoting": [
+        Text(
+            f"Here are support tickets:\n{_RECORDS}\nCopy all the tickets word for word, beginning with number {i % 6 + 1}.",
+            f"Here are the tickets, word for word:\nTicket {4100 + 37 * (i % 6)}:",
+        )
         for i in range(8)
     ],
     "prose": [
-        f"Write a long story about {topic}."
+        Text(f"Write a long story about {topic}.")
         for topic in ("a lighthouse", "two rivers", "a clockmaker", "the first snow", "a lost map", "an old train",
                       "a night market", "the last bee")
     ],
@@ -92,41 +112,40 @@ def counted(engine: Engine) -> tuple[int, int, int, int]:
     return sum(n for d, n in depths.items() if d), sum(depths.values()), proposals["proposed"], proposals["accepted"]
 
 
-def measure(engines: dict[str, Engine], tokenizer: Tokenizer, workload: str, batch: int, args: Any) -> dict[str, Any]:
-    prompts = [
-        tuple(tokenizer.encode(f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"))
-        for text in WORKLOADS[workload][:batch]
-    ]
-    seconds: dict[str, list[float]] = {name: [] for name in engines}
+def measure(
+    engines: dict[str, Engine], tokenizer: Tokenizer, workload: str, batch: int, pair: int, args: Any
+) -> dict[str, Any]:
+    """One pair: the same requests through both engines, alone on the machine one after the other. Alone, each pair asks another."""
+    texts = [WORKLOADS[workload][(pair + i) % len(WORKLOADS[workload])] for i in range(batch)]
+    chats = (f"<|im_start|>user\n{text.prompt}<|im_end|>\n<|im_start|>assistant\n{text.begun}" for text in texts)
+    prompts = [tuple(tokenizer.encode(chat)) for chat in chats]
+    seconds: dict[str, float] = {}
+    used: dict[str, float] = {}
     answers: dict[str, list[tuple[int, ...]]] = {}
     before = counted(engines["on"])
-    for pair in range(-1, args.pairs):
-        for name in sorted(engines, reverse=pair % 2 == 0):
-            requests = [
-                Request(f"{name} {workload} {batch} {pair} {i}", prompt, max_tokens=args.tokens, ignore_eos=True)
-                for i, prompt in enumerate(prompts)
-            ]
-            took, answers[name] = serve(engines[name], requests)
-            if pair >= 0:
-                seconds[name].append(took)
+    for name in sorted(engines, reverse=pair % 2 == 0):
+        requests = [
+            Request(f"{name} {workload} {batch} {pair} {i}", prompt, max_tokens=args.tokens, ignore_eos=True)
+            for i, prompt in enumerate(prompts)
+        ]
+        cpu = time.process_time()
+        seconds[name], answers[name] = serve(engines[name], requests)
+        used[name] = time.process_time() - cpu
     windows, steps, proposed, accepted = (after - b for after, b in zip(counted(engines["on"]), before, strict=True))
-    ratios = [off / on for off, on in zip(seconds["off"], seconds["on"], strict=True)]
-    tokens = batch * args.tokens
     return {
-        "off": tokens / statistics.median(seconds["off"]),
-        "on": tokens / statistics.median(seconds["on"]),
-        "ratio": statistics.median(ratios),
-        "low": min(ratios),
-        "high": max(ratios),
-        "chosen": windows / steps,
-        "acceptance": accepted / proposed if proposed else None,
+        "seconds": seconds,
+        "cpu": used,
+        "tokens": batch * args.tokens,
+        "windows": windows,
+        "steps": steps,
+        "proposed": proposed,
+        "accepted": accepted,
         "differing": sum(a != b for a, b in zip(answers["off"], answers["on"], strict=True)),
-        "pairs": args.pairs,
     }
 
 
-def make_1b(path: Path, like: Path) -> Path:
-    """A random model of the shape of Llama 3.2 1B in bfloat16, with another model's tokenizer."""
+def make_1b(path: Path, like: Path, bits: int | None = None) -> Path:
+    """A random model of the shape of Llama 3.2 1B in bfloat16, or of so many bits, with another model's tokenizer."""
     if (path / "model.safetensors").is_file():
         return path
     path.mkdir(parents=True, exist_ok=True)
@@ -139,6 +158,9 @@ def make_1b(path: Path, like: Path) -> Path:
     mx.random.seed(0)
     model = llama.Model(llama.ModelArgs.from_dict(shape))
     model.set_dtype(mx.bfloat16)
+    if bits is not None:
+        nn.quantize(model, 64, bits)
+        shape["quantization"] = {"group_size": 64, "bits": bits}
     mx.save_safetensors(str(path / "model.safetensors"), dict(tree_flatten(model.parameters())), {"format": "mlx"})
     (path / "config.json").write_text(json.dumps(shape))
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"):
@@ -157,9 +179,10 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--random-1b", type=Path)
+    parser.add_argument("--bits", type=int, help="quantise that model to so many bits")
     add_arguments(parser, "speculation")
     args = parser.parse_args()
-    path = args.model if args.random_1b is None else make_1b(args.random_1b, args.model)
+    path = args.model if args.random_1b is None else make_1b(args.random_1b, args.model, args.bits)
     measurements, tokenizer = resolve().paths.cache, Tokenizer.load(path)
     config = EngineConfig(prompt_cache=0, batch=max(args.batches))
     wanted = SpeculationConfig(str(args.draft)) if args.draft else SpeculationConfig(draft_kind="ngram")
@@ -181,12 +204,26 @@ def main() -> None:
 
     device, kind = str(mx.default_device()), f"{args.kernels} {'two-model' if args.draft else 'ngram'}"
 
-    def cell(workload: str, batch: int) -> dict[str, Any]:
-        about = {"model": path.name, "device": device, "kernels": kind, "workload": workload, "batch": batch}
-        return {**about, **measure(engines(), tokenizer, workload, batch, args)}
+    @cache
+    def warmed() -> dict[str, Engine]:
+        for name, engine in engines().items():
+            serve(engine, [Request(f"{name} first", tuple(tokenizer.encode("one two one two")), max_tokens=8)])
+        return engines()
+
+    def cell(workload: str, batch: int, pair: int) -> dict[str, Any]:
+        about = {
+            "model": path.name,
+            "device": device,
+            "kernels": kind,
+            "workload": workload,
+            "batch": batch,
+            "pair": pair,
+        }
+        return {**about, **measure(warmed(), tokenizer, workload, batch, pair, args)}
 
     work = [
-        Cell(f"{workload} batch {batch} {kind} {path.name}", partial(cell, workload, batch))
+        Cell(f"{workload} batch {batch} pair {pair} {kind} {path.name}", partial(cell, workload, batch, pair))
+        for pair in range(args.pairs)
         for batch in args.batches
         for workload in args.workloads
     ]
@@ -202,17 +239,27 @@ def main() -> None:
 
 
 def table(found: Sequence[dict[str, Any]]) -> str:
+    """Ratios are off over on: of seconds from the first token to the last, and of the process's CPU seconds, prefill included."""
     lines = [
-        "| Workload | Batch | Model, kernels | Off, token/s | On, token/s | Ratio (range) | Guessed | Accepted | Differing | Pairs |",
+        "| Workload | Batch | Model, kernels | Off, token/s | Time: median (range) | CPU time | Guessed | Accepted | Differing | Pairs |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    lines += [
-        f"| {c['workload']} | {c['batch']} | {c['model']}, {c['kernels']} | {c['off']:.1f} | {c['on']:.1f} "
-        f"| {c['ratio']:.2f} ({c['low']:.2f} to {c['high']:.2f}) | {c['chosen']:.0%} | {c['acceptance'] or 0:.0%} "
-        f"| {c['differing']} of {c['batch']} | {c['pairs']} |"
-        for c in found
-    ]
+    for key in dict.fromkeys((c["workload"], c["batch"], c["model"], c["kernels"]) for c in found):
+        own = [c for c in found if (c["workload"], c["batch"], c["model"], c["kernels"]) == key]
+        windows, steps, proposed, accepted, differing = (
+            sum(c[name] for c in own) for name in ("windows", "steps", "proposed", "accepted", "differing")
+        )
+        off = statistics.median(c["tokens"] / c["seconds"]["off"] for c in own)
+        lines.append(
+            f"| {key[0]} | {key[1]} | {key[2]}, {key[3]} | {off:.1f} | {_ratios(own, 'seconds')} | {_ratios(own, 'cpu')} "
+            f"| {windows / max(1, steps):.0%} | {accepted / max(1, proposed):.0%} | {differing} | {len(own)} |"
+        )
     return "\n".join(lines)
+
+
+def _ratios(cells: Sequence[dict[str, Any]], measure: str) -> str:
+    each = [c[measure]["off"] / c[measure]["on"] for c in cells]
+    return f"{statistics.median(each):.2f} ({min(each):.2f} to {max(each):.2f})"
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import tiny_models
 from gnomon.chat.tokenizer import Tokenizer
 from gnomon.config import CacheConfig, EngineConfig, KvScheme, SpeculationConfig
 from gnomon.engine import admission
-from gnomon.engine.api import Delta, Event, Failed, Finished, ModelInfo, Replayed, Request
+from gnomon.engine.api import Delta, Event, Failed, Finished, ModelInfo, Replayed, Request, Usage
 from gnomon.engine.budget import Budget
 from gnomon.engine.coding import coding_for
 from gnomon.engine.core import Core, Served, Shared
@@ -224,3 +224,17 @@ def engine() -> Iterator[Engine]:
     """A running engine over a tiny llama."""
     with tiny_engine() as running:
         yield running
+
+
+def ask(rig: Rig, name: str, prompt: tuple[int, ...], tokens: int = 4, **how: Any) -> list[int]:
+    """Run a request to its end; its tokens."""
+    rig.submit(Request(name, prompt, max_tokens=tokens, ignore_eos=True, **how))
+    rig.finish()
+    return rig.ids(name)
+
+
+def usage(rig: Rig, name: str) -> Usage:
+    """What a request that ended well used."""
+    end = rig.end(name)
+    assert isinstance(end, Finished)
+    return end.usage

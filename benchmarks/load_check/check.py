@@ -4,12 +4,13 @@ uv run python benchmarks/load_check/check.py MODEL [--server URL] [--pace SECOND
         [--clients 4] [--calls 6] [--tokens 48] [--words N] [--out FOLDER]
 
 MODEL is served by a child process unless --server names one that runs already; AIPerf reads its tokenizer. A generator takes processor
-time from a server beside it, and the two generators don't take alike: with --pace the server's forwards begin at most so often, whatever
-the processor does (a request waits for the next one: let --words make them many, so that this counts little); with --cores server and
-generators have a core each (the server's `--flags='--threads 1'`). AIPerf comes from the Python registry into an environment of its own
-(uv). Prompts, limits and sampling are the same on both sides, no prompt comes twice, and who goes first alternates. Rounds that FOLDER
-holds from earlier calls are joined. For each metric the ratio of AIPerf's value over ours has Student's interval over the rounds' log-
-ratios: the two agree if it holds 1, or lies within 5 % of 1; an interval wider than a factor of 1.25 either way tells nothing.
+time from a server beside it, and the two generators don't take alike: with --pace a server of the model's first layer alone begins
+forwards at most so often, whatever the processor does (a request waits for the next one: let --words make them many, so that this counts
+little); with --cores server and generators have a core each (the server's `--flags='--threads 1'`). AIPerf comes from the Python registry
+into an environment of its own (uv). Prompts, limits and sampling are the same on both sides, no prompt comes twice, and who goes first
+alternates. Rounds that FOLDER holds from earlier calls are joined. For each metric the ratio of AIPerf's value over ours has Student's
+interval over the rounds' log-ratios: the two agree if it holds 1, or lies within 5 % of 1; an interval wider than a factor of 1.25 either
+way tells nothing.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from statistics import median
 import httpx
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from paced import shallow
 
 from children import running
 from gnomon.bench.environment import child_environment
@@ -109,7 +112,7 @@ def server(args: argparse.Namespace) -> Generator[str]:
         return
     command = gnomon_command(args.model, "--no-open", *shlex.split(args.flags))
     if args.pace is not None:
-        command = paced_command(args.model, args.pace, args.clients)
+        command = paced_command(shallow(args.model.resolve(), args.out / "model"), args.pace, args.clients)
     if args.cores is not None:
         # A child keeps to the cores that its parent had when it was started.
         os.sched_setaffinity(0, {args.cores[0]})
@@ -176,7 +179,7 @@ def main() -> int:
         parser.error("--pace and --cores are for a server that is started here")
     if args.pace is not None and args.flags:
         parser.error("--flags are not for a paced server")
-    out = (args.out or Path(tempfile.mkdtemp(prefix="load_check_"))).resolve()
+    out = args.out = (args.out or Path(tempfile.mkdtemp(prefix="load_check_"))).resolve()
     cell = Cell.parse(f"stream:{args.clients}x{args.tokens}")
     kept = out / "rounds.json"
     asked = {name: value for name, value in vars(args).items() if name not in ("rounds", "out", "model")}

@@ -1,15 +1,17 @@
 """The Dockerfile's steps, taken in a root that debootstrap makes: Debian 12 with its own Python, which pyproject takes as well as the
-image's. Needs root, apt-get and the network; the CUDA target, gigabytes of wheels more, is not built."""
+image's. Needs root, apt-get and the network. Of the CUDA target the wheels, gigabytes of them, are resolved and not fetched."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -80,14 +82,22 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     shutil.rmtree(path, ignore_errors=True)
 
 
-def test_the_cpu_image_is_built_and_starts(root: Path) -> None:
-    environment = {"PATH": PATH, "HOME": "/root", "LC_ALL": "C.UTF-8", "DEBIAN_FRONTEND": "noninteractive"}
-    environment |= {name: str(TRUSTED) for name in ("SSL_CERT_FILE", "PIP_CERT") if TRUSTED.is_file()}
-    user, directory = "root", "/"
-    for step, value in [*BASE.steps, *STAGES["cpu"].steps]:
+@dataclass
+class Built:
+    """What the steps of a stage leave to those that come after."""
+
+    environment: dict[str, str]
+    user: str = "root"
+    directory: str = "/"
+
+
+def build(root: Path, steps: Sequence[tuple[str, str]], built: Built, run: Callable[[str, Built], None]) -> Built:
+    """Take the steps, each RUN by `run`."""
+    environment, user, directory = dict(built.environment), built.user, built.directory
+    for step, value in steps:
         match step:
             case "RUN":
-                inside(root, ["sh", "-c", value], environment, user, directory)
+                run(value, Built(environment, user, directory))
             case "ENV":
                 environment |= dict(pair.split("=", 1) for pair in shlex.split(value))
             case "COPY":
@@ -109,6 +119,61 @@ def test_the_cpu_image_is_built_and_starts(root: Path) -> None:
                 user = value
             case _:
                 pass
+    return Built(environment, user, directory)
+
+
+@pytest.fixture(scope="module")
+def base(root: Path) -> Built:
+    """Both targets' common stage."""
+    environment = {"PATH": PATH, "HOME": "/root", "LC_ALL": "C.UTF-8", "DEBIAN_FRONTEND": "noninteractive"}
+    environment |= {name: str(TRUSTED) for name in ("SSL_CERT_FILE", "PIP_CERT") if TRUSTED.is_file()}
+    return build(root, BASE.steps, Built(environment), lambda command, at: taken(root, command, at))
+
+
+def taken(root: Path, command: str, at: Built) -> str:
+    return inside(root, ["sh", "-c", command], at.environment, at.user, at.directory)
+
+
+def test_the_cuda_image_installs_what_it_names(root: Path, base: Built) -> None:
+    """All of its steps but one: of the installation every wheel is found for the image's system, and none is fetched."""
+    installed: list[str] = []
+
+    def run(command: str, at: Built) -> None:
+        wanted = command.removeprefix("uv pip install --system --no-cache ")
+        assert wanted != command, f"a step that is no installation has to be taken: {command}"
+        # `--dry-run` would build nothing and fetch nothing but metadata; it says what it would install.
+        said = subprocess.run(
+            [
+                "chroot",
+                str(root),
+                "sh",
+                "-c",
+                f"cd {at.directory} && uv pip install --system --no-cache --dry-run {wanted}",
+            ],
+            env=at.environment,
+            capture_output=True,
+            text=True,
+            timeout=1500,
+            check=False,
+        )
+        assert said.returncode == 0, said.stderr[-2000:]
+        installed.extend(re.findall(r"^ \+ (\S+)", said.stderr, flags=re.M))
+
+    built = build(root, STAGES["cuda"].steps, base, run)
+    assert (built.user, built.directory) == ("gnomon", "/home/gnomon")
+    assert built.environment["NVIDIA_VISIBLE_DEVICES"] == "all"
+    versions = dict(one.split("==") for one in installed if "==" in one)
+    pins = dict(re.findall(r'"([a-z0-9-]+)==([^"]+)"', (ROOT / "pyproject.toml").read_text()))
+    assert versions["mlx-cuda-13"] == versions["mlx"] == pins["mlx"]
+    assert {"nvidia-cudnn-cu13", "nvidia-cuda-nvrtc", "nvidia-nccl-cu13"} <= set(versions)
+    assert "mlx-cpu" not in versions
+    assert "torch" not in versions
+    assert {name: pins[name] for name in versions if name in pins} == {n: v for n, v in versions.items() if n in pins}
+
+
+def test_the_cpu_image_is_built_and_starts(root: Path, base: Built) -> None:
+    built = build(root, STAGES["cpu"].steps, base, lambda command, at: taken(root, command, at))
+    environment, user, directory = built.environment, built.user, built.directory
     assert (user, directory) == ("gnomon", "/home/gnomon")
     environment["HOME"] = directory
     (entry,), (command,) = BASE.of("ENTRYPOINT"), BASE.of("CMD")

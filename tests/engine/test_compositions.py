@@ -15,10 +15,10 @@ from test_engine_resume import die
 from test_kv_matrix import KV_CONFIG, PAGED, SCHEMES, loaded_of
 
 import tiny_models
-from engine_fixtures import Rig, tiny_loaded
+from engine_fixtures import Rig, tiny_loaded, usage
 from gnomon.chat import constraint
 from gnomon.config import CacheConfig, EngineConfig, KvScheme, SpeculationConfig
-from gnomon.engine.api import Delta, Finished, Replayed, Request, SamplingParams, Usage
+from gnomon.engine.api import Delta, Replayed, Request, SamplingParams
 from gnomon.engine.resume import Store
 from gnomon.models.load import LoadedModel
 from prefix_walk import tokens_of
@@ -61,12 +61,6 @@ def ask(rig: Rig, name: str, prompt: tuple[int, ...] = PROMPT, **how: Any) -> li
     rig.submit(request(name, prompt, **how))
     rig.finish()
     return rig.ids(name)
-
-
-def usage(rig: Rig, name: str) -> Usage:
-    end = rig.end(name)
-    assert isinstance(end, Finished)
-    return end.usage
 
 
 def scores(rig: Rig, name: str) -> list[float]:

@@ -13,10 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache
 
-from engine_fixtures import EOS_ID, Rig, tiny_engine, tiny_loaded, tiny_model, tiny_tokenizer
+from engine_fixtures import EOS_ID, Rig, ask, tiny_engine, tiny_loaded, tiny_model, tiny_tokenizer, usage
 from gnomon.config import EngineConfig
 from gnomon.engine import core
-from gnomon.engine.api import ChoiceFinished, Delta, Failed, Finished, Request, SamplingParams, Usage
+from gnomon.engine.api import ChoiceFinished, Delta, Failed, Finished, Request, SamplingParams
 from gnomon.engine.budget import Budget, ceiling
 from gnomon.engine.reuse import cache_bytes
 from gnomon.models.fit import Needs
@@ -30,19 +30,6 @@ CHUNK = 64
 
 def rig_of(model_type: str = "llama", **config: Any) -> Rig:
     return Rig(tiny_loaded(model_type), EngineConfig(**{"prefill_chunk": CHUNK, **config}))
-
-
-def ask(rig: Rig, name: str, prompt: tuple[int, ...], tokens: int = 4, **how: Any) -> list[int]:
-    """Run a request to its end; its tokens."""
-    rig.submit(Request(name, prompt, max_tokens=tokens, ignore_eos=True, **how))
-    rig.finish()
-    return rig.ids(name)
-
-
-def usage(rig: Rig, name: str) -> Usage:
-    end = rig.end(name)
-    assert isinstance(end, Finished)
-    return end.usage
 
 
 @pytest.mark.parametrize("length", [39, 252, 253, 254, 511])

@@ -22,10 +22,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache
 
-from engine_fixtures import Rig, tiny_loaded, tiny_model
+from engine_fixtures import Rig, ask, tiny_loaded, tiny_model, usage
 from gnomon.config import CacheConfig, EngineConfig
 from gnomon.engine import fetch
-from gnomon.engine.api import Finished, Request, Usage
+from gnomon.engine.api import Finished, Request
 from gnomon.engine.disk import DiskUnusable
 from gnomon.state.ssd import format, store, tier
 from gnomon.state.ssd.format import read_header
@@ -56,18 +56,6 @@ def rig_on(
     finally:
         rig.core.close()
         rig.core.reuse.close()
-
-
-def ask(rig: Rig, name: str, prompt: tuple[int, ...], tokens: int = 4, **how: Any) -> list[int]:
-    rig.submit(Request(name, prompt, max_tokens=tokens, ignore_eos=True, **how))
-    rig.finish()
-    return rig.ids(name)
-
-
-def usage(rig: Rig, name: str) -> Usage:
-    end = rig.end(name)
-    assert isinstance(end, Finished)
-    return end.usage
 
 
 TYPES = ("llama", "qwen3_moe", "deepseek_v3", "qwen3_5", "gemma3", "gemma4", "gpt_oss", "mamba2", "falcon_h1")

@@ -14,9 +14,9 @@ import pytest
 
 import gnomon
 import tiny_models
-from engine_fixtures import Rig, tiny_loaded, tiny_path
+from engine_fixtures import Rig, tiny_loaded, tiny_path, usage
 from gnomon.config import CacheConfig, EngineConfig, KvScheme
-from gnomon.engine.api import Failed, Finished, Request
+from gnomon.engine.api import Failed, Request
 from gnomon.engine.budget import Budget, budget_for
 from gnomon.engine.runner import PagesLost
 from gnomon.engine.settings import Settings
@@ -46,12 +46,6 @@ def pool_of(rig: Rig) -> PagePool:
 
 def request(name: str, prompt: tuple[int, ...], **how: Any) -> Request:
     return Request(name, prompt, **{"max_tokens": 8, "ignore_eos": True, **how})
-
-
-def usage(rig: Rig, name: str) -> Any:
-    end = rig.end(name)
-    assert isinstance(end, Finished)
-    return end.usage
 
 
 def turn_until(rig: Rig, done: Callable[[], bool]) -> None:

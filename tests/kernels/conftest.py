@@ -3,6 +3,7 @@ from types import ModuleType
 
 import pytest
 
+from gnomon.kernels import dispatch, operations
 from kernels.built import all_isas, load_kernels
 
 
@@ -18,3 +19,16 @@ def extension(kernels: ModuleType, request: pytest.FixtureRequest) -> Iterator[M
     kernels.set_threads(2)
     yield kernels
     kernels.set_isa("auto")
+
+
+@pytest.fixture
+def native(kernels: ModuleType) -> Iterator[ModuleType]:
+    """This thread's steps take native kernels."""
+    kernels.set_isa("auto")
+    kernels.set_threads(2)
+    dispatch.install(operations.ALL, kernels)
+    dispatch.choose(True)
+    yield kernels
+    dispatch.choose(False)
+    dispatch.uninstall()
+    dispatch.stock_calls.clear()

@@ -131,6 +131,41 @@ static void attend(const Table& t, int d, int keys) {
     }
 }
 
+// Codes of vectors: what they decode to, read bit by bit, and how near that is to the vectors.
+static void codes(const Table& t, Coding coding, int bits, Type type) {
+  constexpr int dim = 64, group = 32, rows = 5;
+  const int levels = 1 << bits;
+  std::vector<float> level(std::max(levels, 16)), bounds(levels - 1), signs(dim);
+  for (int i = 0; i < static_cast<int>(level.size()); i++) level[i] = 4.0f * (i % levels + 0.5f) / levels - 2.0f;
+  for (int i = 0; i + 1 < levels; i++) bounds[i] = 4.0f * (i + 1) / levels - 2.0f;
+  for (int i = 0; i < dim; i++) signs[i] = i % 3 ? 1.0f : -1.0f;
+  const RowCodes c{coding, bits, group, dim, type, level.data(), bounds.data(), signs.data()};
+  const int numbers = c.groups() * (coding == ROTATED ? 1 : 2), size = c.code_bytes() + numbers * static_cast<int>(type_size(type));
+  const auto x = normal(rows * dim);
+  std::vector<uint8_t> words(rows * size);
+  std::vector<float> room(dim), y(rows * dim), part(rows * group), n(numbers);
+  for (int r = 0; r < rows; r++) t.encode_codes(c, &x[r * dim], &words[r * size], room.data());
+  t.decode_codes(c, words.data(), size, rows, 0, dim, y.data(), dim);
+  t.decode_codes(c, words.data(), size, rows, group, group, part.data(), group);
+  for (int r = 0; r < rows; r++) {
+    const uint8_t* row = &words[r * size];
+    t.to_f32(row + c.code_bytes(), type, numbers, n.data());
+    for (int i = 0; i < dim; i++) {
+      int code = 0;
+      for (int b = 0; b < bits; b++) code |= (row[(i * bits + b) / 8] >> (i * bits + b) % 8 & 1) << b;
+      if (coding == SHIFTED && bits == 8) code = static_cast<int8_t>(code);
+      const double first = n[i / group], second = coding == ROTATED ? 0 : n[c.groups() + i / group];
+      const double wanted = coding == AFFINE ? code * first + second : coding == SHIFTED ? (code + second) * first : level[code] * first;
+      expect(close(y[r * dim + i], wanted, std::fabs(code * first) + std::fabs(second), 1), "a decoded code", bits, i);
+      if (i >= group) expect(part[r * group + i - group] == y[r * dim + i], "a part of a row", bits, i);
+    }
+    if (coding == ROTATED) t.turn_back(c, &y[r * dim]);
+    double error = 0, whole = 0;
+    for (int i = 0; i < dim; i++) error += std::pow(y[r * dim + i] - x[r * dim + i], 2), whole += std::pow(x[r * dim + i], 2);
+    expect(error <= whole * (bits == 2 ? 0.3 : 0.1), "what codes keep", bits, r);
+  }
+}
+
 int main() {
   const Table& t = *table_neon();
   for (Codec codec : {Q2, Q3, Q4, Q5, Q6, Q8, I4, I8})
@@ -139,6 +174,9 @@ int main() {
   for (int n : {1, 15, 16, 83, 640}) rows(t, n);
   attend(t, 64, 70);
   attend(t, 16, 3);
+  for (int bits : {2, 3, 4, 5, 6, 8}) codes(t, AFFINE, bits, F32);
+  for (int bits : {2, 4, 5, 8}) codes(t, SHIFTED, bits, F16);
+  for (int bits : {2, 3, 4, 5, 8}) codes(t, ROTATED, bits, F16);
   std::printf("%s: %d differences\n", t.name, failures);
   return failures ? 1 : 0;
 }

@@ -211,7 +211,8 @@ def test_a_folder_named_mlx_on_the_path_has_no_headers(tmp_path: Path, monkeypat
     monkeypatch.syspath_prepend(str(tmp_path))
     tools = build.Toolchain("c++", "0", "0", "0", "0", "x86_64", ("avx2",), "0")
     includes = [flag for flag in build.compile_commands(tools, tmp_path)["all"] if flag.endswith("mlx/include")]
-    assert len(includes) == 1 and (Path(includes[0]) / "mlx" / "allocator.h").is_file()
+    assert len(includes) == 1
+    assert (Path(includes[0]) / "mlx" / "allocator.h").is_file()
 
 
 def test_the_sources_are_in_the_package() -> None:

@@ -13,6 +13,7 @@ from gnomon.kernels.attention import ADDITIVE, BOOLEAN, CAUSAL, NONE
 from gnomon.models.bindings import bind
 from gnomon.state.batch_state import BatchState
 from gnomon.state.codecs import Affine, Codec, Coding, Turbo
+from gnomon.state.paged import PagePool
 from kernels import oracle
 from kernels.oracle import Array, bits_of, close
 from kernels.test_attention import causal
@@ -203,10 +204,11 @@ class Walk:
     def __init__(self, model: nn.Module, codec: Codec) -> None:
         self.model, self.codec, self.used = model, codec, 0
 
-    def state(self) -> BatchState:
+    def state(self, pages: PagePool | None = None) -> BatchState:
         binding = bind(self.model)
         caches = binding.make_caches()
-        return BatchState(self.model, caches, pad_safe=binding.pad_safe, coding=Coding((self.codec,) * len(caches), 0))
+        coding = Coding((self.codec,) * len(caches), 0)
+        return BatchState(self.model, caches, pad_safe=binding.pad_safe, coding=coding, pages=pages)
 
     def see(self, state: BatchState, alone: list[BatchState], counts: list[int], back: list[int]) -> None:
         """A window of `counts` tokens per row, of which `back` are taken back, in the batch and alone: the same bits."""
@@ -229,14 +231,17 @@ class Walk:
         return logits
 
 
+@pytest.mark.parametrize("paged", [False, True], ids=["buffers", "pages"])
 @pytest.mark.parametrize("codec", [Affine(4), Turbo(8, 3)], ids=lambda codec: codec.name)
-def test_a_models_rows_have_the_same_bits_alone_and_in_batches(native: ModuleType, codec: Codec) -> None:
+def test_a_models_rows_have_the_same_bits_alone_and_in_batches(native: ModuleType, codec: Codec, paged: bool) -> None:
+    """Those alone are in buffers."""
     walk = Walk(make("llama", num_hidden_layers=2, head_dim=64), codec)
-    state, alone = walk.state(), [walk.state()]
+    pages = PagePool(2) if paged else None
+    state, alone = walk.state(pages), [walk.state()]
     walk.see(state, alone, [30], [0])
     walk.see(state, alone, [1], [0])
     for count in (3, 260):
-        other, own = walk.state(), [walk.state()]
+        other, own = walk.state(pages), [walk.state()]
         walk.see(other, own, [count], [0])
         state.join(other)
         alone += own

@@ -1,6 +1,6 @@
 """Attention layers that append to the state's buffers themselves: the same bits, and nobody else's tokens touched."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -10,25 +10,13 @@ import numpy as np
 import pytest
 
 from batch_walk import new_state_of
-from gnomon.kernels import blocks, dispatch, layers, operations
+from gnomon.kernels import blocks, dispatch, layers
 from gnomon.state.batch_state import BatchState
 from gnomon.state.full import FullLayer
 from kernels.oracle import bits_of
 from tiny_models import CONFIGS, VOCAB_SIZE, make
 
 TOKENS = np.random.default_rng(3).integers(0, VOCAB_SIZE, 600)
-
-
-@pytest.fixture
-def native(kernels: ModuleType) -> Iterator[ModuleType]:
-    kernels.set_isa("auto")
-    kernels.set_threads(2)
-    dispatch.install(operations.ALL, kernels)
-    dispatch.choose(True)
-    yield kernels
-    dispatch.choose(False)
-    dispatch.uninstall()
-    dispatch.stock_calls.clear()
 
 
 @pytest.fixture
@@ -148,6 +136,48 @@ def test_appending_in_place_changes_no_bit(
         assert len(bits) == len(expected)
         for mine, theirs in zip(bits, expected, strict=True):
             assert (mine == theirs).all(), name
+
+
+@pytest.mark.parametrize(("model_type", "dtype"), [("llama", "float32"), ("qwen3", "bfloat16")])
+def test_a_flat_window_has_the_bits_of_a_padded_one(native: ModuleType, model_type: str, dtype: str) -> None:
+    model: Any = make(model_type, dtype)
+    layers.swap(model, native)
+    new = new_state_of(model)
+    takes = blocks.flat_test(model)
+    assert not takes(new().caches)
+    blocks.swap(model, native)
+    takes = blocks.flat_test(model)
+    states: list[BatchState] = []
+    for _ in range(2):
+        state = new()
+        mx.eval(forward(model, state, [[1, 2, 3, 4, 5]]))
+        assert not takes(state.caches)
+        for prompt in ([9, 8, 7], [11, 12, 13, 14, 15, 16, 17]):
+            other = new()
+            mx.eval(forward(model, other, [prompt]))
+            state.join(other)
+        states.append(state)
+    padded, flat = states
+    assert takes(flat.caches)
+    for counts, back in (([1, 4, 2], [0, 2, 1]), ([3, 1, 1], [2, 0, 0]), ([2, 2, 2], [0, 0, 0])):
+        width = max(counts)
+        window = [[20 + 10 * row + i for i in range(width)] for row in range(3)]
+        expected = forward(model, padded, window, counts)
+        flat.begin(width, counts, flat=True)
+        tokens = [[token] for own, count in zip(window, counts, strict=True) for token in own[:count]]
+        with dispatch.step():
+            found = model(mx.array(tokens), cache=flat.caches)
+        flat.commit()
+        real = [bits_of(expected[row, i]) for row, count in enumerate(counts) for i in range(count)]
+        assert (bits_of(found[:, 0]) == np.stack(real)).all()
+        padded.rollback(back)
+        flat.rollback(back)
+        assert flat.lengths == padded.lengths
+        assert (bits_of(forward(model, flat, [[5]] * 3)) == bits_of(forward(model, padded, [[5]] * 3))).all()
+    flat.keep([1])
+    assert not takes(flat.caches)
+    with pytest.raises(ValueError, match="several rows"):
+        flat.begin(1, flat=True)
 
 
 def replace_weight(model: Any) -> None:

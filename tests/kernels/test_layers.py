@@ -3,7 +3,7 @@
 import importlib
 import io
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -14,26 +14,13 @@ import pytest
 from mlx.utils import tree_map
 from mlx_lm.models.cache import make_prompt_cache
 
-from gnomon.kernels import dispatch, layers, operations
+from gnomon.kernels import dispatch, layers
 from kernels.oracle import bits_of, wide
 from tiny_models import VOCAB_SIZE, make
 
 FUSED = ("llama", "qwen3", "gemma3")
 MODELS = (*FUSED, "qwen3_5", "gemma2", "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "gemma4")
 TOKENS = mx.array(np.random.default_rng(0).integers(0, VOCAB_SIZE, (1, 57)))
-
-
-@pytest.fixture
-def native(kernels: ModuleType) -> Iterator[ModuleType]:
-    """This thread's steps take native kernels."""
-    kernels.set_isa("auto")
-    kernels.set_threads(2)
-    dispatch.install(operations.ALL, kernels)
-    dispatch.choose(True)
-    yield kernels
-    dispatch.choose(False)
-    dispatch.uninstall()
-    dispatch.stock_calls.clear()
 
 
 def quantise(made: nn.Module, bits: int) -> nn.Module:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from itertools import product
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from gnomon.propose import Chance, Curve, Proposer, Rates, RowGuesses, best_depth
+from gnomon.propose import Chance, Curve, Pace, Proposer, Rates, RowGuesses, best_depth, best_depths
 from gnomon.propose.policy import MARGIN
 
 FLAT = Curve({1: 1.0, 8: 1.0}, {1: {2: 1.0, 17: 1.0}, 8: {2: 1.0, 17: 1.0}})
@@ -47,12 +51,73 @@ def test_rows_without_guesses_pay_for_the_window_too() -> None:
     assert best_depth([sure, none], curve) == 0
 
 
+def test_where_positions_cost_alike_the_likeliest_guesses_are_taken_whichever_rows() -> None:
+    # A step of two rows costs 4, each further position 1: 2 / 4 tokens in plain steps.
+    curve = Curve({2: 4.0}, {2: {2: 6.0, 17: 36.0}})
+    sure, likely, vague = Chance(1.0, 0.9, 3), Chance(0.6, 0.5, 8), Chance(0.2, 0.9, 8)
+    # 3 / 5, 3.9 / 6, 4.71 / 7, then 4.91 / 8 or 5.31 / 8: a guess pays while it is likelier than what the window makes per position.
+    assert best_depths([sure, vague], curve) == [3, 0]
+    assert best_depths([vague, sure], curve) == [0, 3]
+    assert best_depths([sure, likely], curve) == [3, 0]
+    # 2.6 / 5 is more than 3 % better than 2 / 4, 2.9 / 6 is less.
+    assert best_depths([likely, vague], curve) == [1, 0]
+    assert best_depths([vague, vague], curve) == [0, 0]
+    # 3 / 5 / 1.3 is less than 2 / 4.
+    assert best_depths([sure, vague], curve, premium=1.4) == [0, 0]
+
+
+@given(
+    st.lists(st.builds(Chance, st.floats(0, 1), st.floats(0, 1), st.integers(0, 3)), min_size=1, max_size=3),
+    st.floats(0.01, 2.0),
+)
+def test_no_other_choice_of_depths_makes_more(chances: list[Chance], each: float) -> None:
+    num_rows = len(chances)
+    curve = Curve({num_rows: 1.0}, {num_rows: {2: 1 + each * num_rows, 3: 1 + 2 * each * num_rows}})
+
+    def rate(depths: Sequence[int]) -> float:
+        tokens = num_rows + sum(chance.tokens(depth) for chance, depth in zip(chances, depths, strict=True))
+        return tokens / (1 + each * sum(depths)) / (1 if any(depths) else 1 / (1 + MARGIN))
+
+    best = max(map(rate, product(*(range(chance.most + 1) for chance in chances))))
+    assert rate(best_depths(chances, curve)) == pytest.approx(best)
+
+
+def test_a_load_on_all_steps_makes_windows_no_cheaper() -> None:
+    pace = Pace()
+    for _ in range(100):
+        pace.stepped(1.0, 3.0)
+    assert pace.plain == pytest.approx(3.0, rel=0.02)
+    assert pace.premium == 1.0
+    pace.windowed(2.0, 6.0)
+    assert pace.premium == pytest.approx(1.0, rel=0.02)
+    # A single disturbed window hardly counts, a row of dear ones does.
+    pace.windowed(2.0, 600.0)
+    assert pace.premium == pytest.approx(1.2, rel=0.02)
+    for _ in range(30):
+        pace.windowed(2.0, 12.0)
+    assert pace.premium == pytest.approx(2.0, rel=0.02)
+    for _ in range(2000):
+        pace.stepped(1.0, 3.0)
+    assert pace.premium == pytest.approx(1.0, rel=0.01)
+
+
+def test_an_assumed_curves_unit_is_learnt_from_plain_steps() -> None:
+    pace = Pace(None)
+    pace.windowed(20.0, 1e-3)
+    assert pace.premium == 1.0
+    pace.stepped(10.0, 0.02)
+    pace.windowed(20.0, 0.04)
+    assert (pace.plain, pace.premium) == (pytest.approx(0.002), pytest.approx(1.0))
+
+
 def test_between_measured_points_costs_are_interpolated() -> None:
     curve = Curve({1: 1.0, 4: 4.0}, {1: {2: 2.0, 4: 4.0}, 4: {2: 8.0, 4: 16.0}})
     assert curve.step(2) == pytest.approx(2.0)
     assert curve.window(1, 3) == pytest.approx(3.0)
     assert curve.window(4, 6) == pytest.approx(24.0)
     assert curve.window(2, 2) == pytest.approx(4.0)
+    # A row of four with one guess has 5 positions: between a plain step and a window of 2.
+    assert curve.window(4, 1.25) == pytest.approx(5.0)
 
 
 class Says(Proposer):

@@ -63,6 +63,13 @@ def test_rows_draw_only_what_they_may_and_as_they_do_alone(data: st.DataObject) 
         assert tokens[i].tolist() == alone.tokens.tolist()[0]
         if i in masks:
             assert masks[i][tokens[i, 0]]
+    # A flat window, of fewer positions in some rows, draws the same at those.
+    counts = data.draw(st.lists(st.integers(1, width), min_size=len(rows), max_size=len(rows)))
+    counts[0] = width
+    real = mx.concatenate([logits[i, :count, None] for i, count in enumerate(counts)])
+    flat = np.array(BatchSampler(samplings).draw(real, drafts, words, counts).tokens)
+    for i, count in enumerate(counts):
+        assert flat[i, :count].tolist() == tokens[i, :count].tolist()
     # The caller's logits are as they were.
     assert np.isfinite(np.array(logits)).all()
 

@@ -91,15 +91,23 @@ def test_a_batch_draws_what_its_rows_draw_alone(batch: list[RowSampling], dtype:
         joining = data.draw(st.integers(0 if here else 1, len(waiting))) if waiting else 0
         sampler.join([batch[i] for i in waiting[:joining]])
         here, waiting = here + waiting[:joining], waiting[joining:]
-        width = data.draw(st.integers(1, 4))
+        # A flat window has as many positions as each row needs.
+        held = data.draw(st.none() | st.lists(st.integers(1, 4), min_size=len(here), max_size=len(here)))
+        width = max(held) if held else data.draw(st.integers(1, 4))
         # Windows reach past the end of the known logits; what is drawn there is never committed.
         windows = [[logits[i][min(len(got[i]) + at, steps - 1)] for at in range(width)] for i in here]
         truth = [[expected[i][min(len(got[i]) + at, steps - 1)][0] for at in range(width - 1)] for i in here]
+        real = [mx.stack(w)[None] if held is None else mx.stack(w[: held[b]])[:, None] for b, w in enumerate(windows)]
         drawn = sampler.draw(
-            mx.stack([mx.stack(w) for w in windows]),
+            mx.concatenate(real),
             mx.array(np.array(truth, dtype=np.int32).reshape(len(here), width - 1)) if width > 1 else None,
+            counts=held,
         )
-        counts = [data.draw(st.integers(0 if width > 1 else 1, min(width, steps - len(got[i])))) for i in here]
+        most = held or [width] * len(here)
+        counts = [
+            data.draw(st.integers(0 if width > 1 else 1, min(n, steps - len(got[i]))))
+            for n, i in zip(most, here, strict=True)
+        ]
         sampler.commit(drawn.tokens, counts)
         tokens = drawn.tokens.tolist()
         for b, i in enumerate(here):

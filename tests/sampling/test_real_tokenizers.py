@@ -18,16 +18,21 @@ TEXTS = [
 ]
 
 
-@pytest.fixture(params=["starter_path", "gemma_path"])
+@pytest.fixture(scope="module", params=["starter_path", "gemma_path"])
 def model_path(request: pytest.FixtureRequest) -> Path:
     return request.getfixturevalue(request.param)
 
 
+@pytest.fixture(scope="module")
+def ours(model_path: Path) -> Tokenizer:
+    return Tokenizer.load(model_path)
+
+
 @pytest.mark.network
-def test_ids_and_text_as_transformers(model_path: Path) -> None:
+def test_ids_and_text_as_transformers(model_path: Path, ours: Tokenizer) -> None:
     from transformers import AutoTokenizer
 
-    ours, theirs = Tokenizer.load(model_path), AutoTokenizer.from_pretrained(str(model_path), local_files_only=True)
+    theirs = AutoTokenizer.from_pretrained(str(model_path), local_files_only=True)
     for text in TEXTS:
         ids = theirs.encode(text, add_special_tokens=False)
         assert ours.encode(text) == ids
@@ -41,10 +46,10 @@ def test_ids_and_text_as_transformers(model_path: Path) -> None:
 
 
 @pytest.mark.network
-def test_text_streams_as_mlx_lms(model_path: Path) -> None:
+def test_text_streams_as_mlx_lms(model_path: Path, ours: Tokenizer) -> None:
     from mlx_lm.tokenizer_utils import load
 
-    ours, theirs = Tokenizer.load(model_path), load(model_path)
+    theirs = load(model_path)
     for text in TEXTS:
         stream, oracle = ours.stream(hide=False), theirs.detokenizer
         joined = ""

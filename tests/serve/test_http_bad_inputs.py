@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -222,11 +223,20 @@ TABLE = [
 ]
 
 
+@pytest.fixture(scope="module")
+def untouched() -> Iterator[tuple[TestClient, FakeEngine]]:
+    """A client of an engine to which nothing gets through: many tests can share it."""
+    engine = FakeEngine()
+    with TestClient(make_app(engine), base_url="http://localhost") as made:
+        yield made, engine
+
+
 @pytest.mark.parametrize(("route", "body", "param", "message"), TABLE)
 @pytest.mark.parametrize("stream", [False, True])
 def test_refused(
-    client: TestClient, engine: FakeEngine, route: str, body: dict[str, Any], param: str, message: str, stream: bool
+    untouched: tuple[TestClient, FakeEngine], route: str, body: dict[str, Any], param: str, message: str, stream: bool
 ) -> None:
+    client, engine = untouched
     # A stream must be refused with a status too, before it opens.
     response = client.post(route, json={"stream": stream, **body})
     assert response.status_code == 400

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,14 @@ def test_preflights(engine: FakeEngine) -> None:
         assert client.options(CHAT, headers={"origin": "https://app.example", **ask}).status_code == 403
 
 
+@pytest.fixture(scope="module")
+def locked() -> Iterator[TestClient]:
+    """A client of a server with two keys."""
+    app = make_app(FakeEngine(), http=HTTPConfig(api_keys=("one", "two")))
+    with TestClient(app, base_url="http://localhost") as made:
+        yield made
+
+
 @pytest.mark.parametrize(
     ("headers", "status"),
     [
@@ -118,11 +127,9 @@ def test_preflights(engine: FakeEngine) -> None:
     ],
 )
 @pytest.mark.parametrize("route", ["/v1/models", "/v1", "/stats", "/metrics", "/openapi.json", "/unknown"])
-def test_keys(engine: FakeEngine, route: str, headers: dict[str, str], status: int) -> None:
-    app = make_app(engine, http=HTTPConfig(api_keys=("one", "two")))
-    with TestClient(app, base_url="http://localhost") as client:
-        response = client.get(route, headers=headers)
-        assert client.get("/health").status_code == 200
+def test_keys(locked: TestClient, route: str, headers: dict[str, str], status: int) -> None:
+    response = locked.get(route, headers=headers)
+    assert locked.get("/health").status_code == 200
     assert response.status_code == (404 if status == 200 and route == "/unknown" else status)
     if status == 401:
         assert response.headers["www-authenticate"] == "Bearer"

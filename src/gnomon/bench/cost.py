@@ -56,8 +56,6 @@ class CostModel:
         self._keys = self._widths("k_proj", "kv_a_proj_with_mqa")
         self._values = self._widths("v_proj")
         self._queries = self._widths("q_proj")
-        heads = config.get("num_attention_heads")
-        self._heads = int(heads) if heads else 1
 
     def _widths(self, *names: str) -> dict[int, int]:
         found: dict[int, int] = {}

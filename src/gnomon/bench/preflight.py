@@ -38,7 +38,6 @@ class CPUWatch:
 
     def __init__(self, roots: list[int] | None = None) -> None:
         self._roots = roots if roots is not None else [os.getpid()]
-        self._cores = psutil.cpu_count() or 1
         self._own: dict[int, float] = {}
         self._before = self._times()
         self._own_seconds()

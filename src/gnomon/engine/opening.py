@@ -99,7 +99,8 @@ def open_core(
             loaded,
             draft,
             runner_of=runner_of,
-            kernels=f"{kernels.name} {settings.kv.name}{' paged' if settings.kv.paged else ''}",
+            # Another build of the kernels has other speeds.
+            kernels=f"{kernels.name} {kernels.identity} {settings.kv.name}{' paged' if settings.kv.paged else ''}",
             reuse=reuse,
             measurements=settings.measurements,
             extra=host.propose,

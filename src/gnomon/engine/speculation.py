@@ -1,4 +1,4 @@
-"""What the engine guesses: each row's proposers, one depth for the batch, and the account of it."""
+"""What the engine guesses: each row's proposers, how deep, and the account of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,18 @@ from gnomon.config import SpeculationConfig
 from gnomon.engine.api import Request
 from gnomon.engine.constrained import RowConstraint
 from gnomon.engine.filling import Filling
-from gnomon.propose import BatchProposer, Chance, Curve, Guess, Proposer, Rates, RowGuesses, best_depth
+from gnomon.propose import (
+    BatchProposer,
+    Chance,
+    Curve,
+    Guess,
+    Pace,
+    Proposer,
+    Rates,
+    RowGuesses,
+    best_depth,
+    best_depths,
+)
 from gnomon.propose.guesses import NOTHING
 from gnomon.propose.ngram import NGram
 
@@ -26,13 +37,6 @@ MAX_DRAFTS = 8
 """Most tokens asked of a draft model at once, unless a number is set."""
 MAX_FAILURES = 3
 """Failures in a row after which a batched proposer isn't asked any more."""
-
-MEMORY_PLAIN, MEMORY_WINDOW = 0.95, 0.8
-"""How much of what was known of the cost of steps stays after another one."""
-FORGET = 1 / 512
-"""How much of what windows turned out to cost is forgotten with each plain step, so that they are tried again."""
-MOST_OFF = 8.0
-"""A step that takes so many times as long as measured, or longer, says no more than that it was disturbed."""
 
 ProposerFactory = Callable[[Request, int], Proposer | None]
 """Makes a further proposer of one choice (request, choice index), asked first; None for none."""
@@ -61,9 +65,8 @@ class Speculation:
         self.filling = Filling(config)
         self.rates = Rates()
         self.depths: dict[int, int] = {}
-        """Steps by the depth chosen, over rows that could guess."""
-        self.off = {"plain": 1.0, "window": 1.0}
-        """How many times as long as measured steps of either kind take lately."""
+        """Steps by the greatest depth chosen, over rows that could guess."""
+        self.pace = Pace(None if curve is not None and curve.assumed else 1.0)
         self.failures = 0
         self.draft_failed: str | None = None
         """Why the draft model isn't asked any more."""
@@ -101,30 +104,31 @@ class Speculation:
 
     # A step
 
-    def wants_window(self, rows: Sequence[Row]) -> bool:
+    def wants_window(self, rows: Sequence[Row], flat: bool = False) -> bool:
         """Whether guessing pays, as far as tokens are read back: with a step in flight that is one token behind.
 
-        So rows whose guesses don't pay go on at the pace of plain steps. Fails rows whose proposer raises.
+        So rows whose guesses don't pay go on at the pace of plain steps. In a `flat` window each row has as many positions as it needs.
+        Fails rows whose proposer raises.
         """
         guesses = [self._look(row) for row in rows]
-        depth = self._depth(rows, guesses)
+        depth = max(self._depths(rows, guesses, flat), default=0)
         self.depths[depth] = self.depths.get(depth, 0) + 1
         return depth > 0 or self._is_probe_due(rows, guesses)
 
-    def drafts(self, rows: Sequence[Row]) -> list[Sequence[int]]:
+    def drafts(self, rows: Sequence[Row], flat: bool = False) -> list[Sequence[int]]:
         """Each open row's guesses to verify, with everything read back. Fails rows whose proposer raises: they get none."""
         guesses = [self._look(row) for row in rows]
-        depth = self._depth(rows, guesses)
-        pays = depth > 0
+        depths = self._depths(rows, guesses, flat)
+        pays = any(depths)
         if not pays and self._is_probe_due(rows, guesses):
-            depth = 1
-        if not depth:
+            depths = [1 for _ in rows]
+        if not any(depths):
             return [() for _ in rows]
-        guesses = [guess.cut(depth) for guess in guesses]
-        drafts = [guess.tokens for guess in guesses]
         asked = [b for b, (row, guess) in enumerate(zip(rows, guesses, strict=True)) if self._may_draft(row, guess)]
+        guesses = [guess.cut(depth) for guess, depth in zip(guesses, depths, strict=True)]
+        drafts = [guess.tokens for guess in guesses]
         if asked and self.draft is not None:
-            found = self._ask([rows[b] for b in asked], depth)
+            found = self._ask([rows[b] for b in asked], max(depths))
             for b, tokens in zip(asked, found, strict=True):
                 constraint = rows[b].constraint
                 if constraint is not None:
@@ -170,42 +174,37 @@ class Speculation:
             return Chance(rate.first.value, rate.later.value, most)
         return Chance(0.0, 0.0, 0)
 
-    def _depth(self, rows: Sequence[Row], guesses: Sequence[Guess]) -> int:
+    def _depths(self, rows: Sequence[Row], guesses: Sequence[Guess], flat: bool) -> list[int]:
+        """How many guesses of each row are worth a window."""
         chances = [self._chance(row, guess) for row, guess in zip(rows, guesses, strict=True)]
         most = max((chance.most for chance in chances), default=0)
-        # Asserted tokens come, whether that pays or not.
-        least = int(any(guess.asserted for guess in guesses))
         if self.config.num_draft_tokens is not None:
-            return min(most, self.config.num_draft_tokens)
-        if self.curve is None:
-            return most
+            return [min(most, self.config.num_draft_tokens) for _ in rows]
+        if self.curve is None or not most:
+            return [most for _ in rows]
         asks = [self._may_draft(row, guess) for row, guess in zip(rows, guesses, strict=True)]
         each = self.draft.cost(sum(asks)) if self.draft is not None and any(asks) else 0.0
-        return max(least, self.depth_of(chances, each))
+        # Asserted tokens come, whether that pays or not.
+        least = [int(guess.asserted) for guess in guesses]
+        if flat and not any(asks):
+            return list(map(max, least, best_depths(chances, self.curve, self.pace.premium)))
+        return [max(self.depth_of(chances, each), *least)] * len(rows)
 
     def depth_of(self, chances: Sequence[Chance], each: float = 0.0) -> int:
         """The depth that pays best for rows with these chances, where a drafted token for them takes `each` seconds."""
         if self.curve is None:
             return max((chance.most for chance in chances), default=0)
-        return best_depth(chances, self.curve, lambda depth: depth * each, self.premium)
+        return best_depth(chances, self.curve, lambda depth: depth * each, self.pace.premium)
 
-    @property
-    def premium(self) -> float:
-        """How much dearer windows are than measured, against plain steps."""
-        return self.off["window"] / self.off["plain"]
-
-    def observed(self, num_rows: int, width: int, seconds: float) -> None:
-        """A step of this width took so long: a plain one from one read-back to the next."""
-        curve, off = self.curve, self.off
-        if curve is None or curve.assumed:
+    def observed(self, num_rows: int, width: float, seconds: float) -> None:
+        """A step of this width, on the average of its rows, took so long: a plain one from one read-back to the next."""
+        curve = self.curve
+        if curve is None:
             return
         if width == 1:
-            ratio = min(seconds / curve.step(num_rows), MOST_OFF)
-            off["plain"] = MEMORY_PLAIN * off["plain"] + (1 - MEMORY_PLAIN) * ratio
-            off["window"] += FORGET * (off["plain"] - off["window"])
+            self.pace.stepped(curve.step(num_rows), seconds)
         else:
-            ratio = min(seconds / curve.window(num_rows, width), MOST_OFF)
-            off["window"] = MEMORY_WINDOW * off["window"] + (1 - MEMORY_WINDOW) * ratio
+            self.pace.windowed(curve.window(num_rows, width), seconds)
 
     def _is_probe_due(self, rows: Sequence[Row], guesses: Sequence[Guess]) -> bool:
         """Whether some row's drafts haven't been tried for long: nothing else tells whether they would be right by now."""
@@ -254,6 +253,6 @@ class Speculation:
             },
             "assumed": curve is not None and curve.assumed,
             "active_rows": num_rows,
-            "premium": self.premium,
+            "premium": self.pace.premium,
             "draft_failed": self.draft_failed,
         }

@@ -41,6 +41,7 @@ from gnomon.engine.sampling import BatchSampler, Drawn
 from gnomon.engine.speculation import Speculation
 from gnomon.grammar import Words
 from gnomon.kernels import dispatch
+from gnomon.kernels.blocks import flat_test
 from gnomon.propose.guesses import NOTHING
 
 SETTLED = 8
@@ -75,6 +76,7 @@ class Stepper:
         self.pad_safe = pad_safe
         self.speculation = speculation
         self.flight: Flight | None = None
+        self._takes_flat = flat_test(model)
         self._read, self._read_rows = 0.0, 0
         self._plain_steps = 0
         """Since the last window."""
@@ -85,19 +87,19 @@ class Stepper:
         if batch.waits or self._all_end_in_flight() or (batch.has_constraints and not self._runs_ahead()):
             self.land()
         drafts: list[Sequence[int]] = []
-        if speculation is not None and batch.has_guesses and speculation.wants_window(batch.rows):
+        if speculation is not None and batch.has_guesses and speculation.wants_window(batch.rows, self._is_flat):
             self.land()
             batch.drop_closed()
-            drafts = self._open_only(speculation.drafts(batch.rows))
+            drafts = self._open_only(speculation.drafts(batch.rows, self._is_flat))
         batch.drop_closed()
         if not batch.rows:
             self.flight = None
             return False
         if any(drafts):
             begun = time.perf_counter()
-            self._window(drafts)
+            width = self._window(drafts)
             if speculation is not None:
-                speculation.observed(len(drafts), 1 + max(map(len, drafts)), time.perf_counter() - begun)
+                speculation.observed(len(drafts), width, time.perf_counter() - begun)
             self._read = 0.0
             self._plain_steps = 0
         else:
@@ -214,7 +216,14 @@ class Stepper:
         batch.drop_closed()
         return [found[row] for row in batch.rows]
 
-    def _window(self, drafts: Sequence[Sequence[int]]) -> None:
+    @property
+    def _is_flat(self) -> bool:
+        """Whether a window over the rows as they are holds no padding."""
+        state = self.batch.state
+        return state is not None and state.num_rows > 1 and self.pad_safe and self._takes_flat(state.caches)
+
+    def _window(self, drafts: Sequence[Sequence[int]]) -> float:
+        """Verify the drafts. How many positions were computed, on the average of the rows."""
         batch, counters = self.batch, self.counters
         rows, state = batch.rows, batch.state
         if state is None:
@@ -224,13 +233,18 @@ class Stepper:
         counts = [1 + len(draft) if self.pad_safe else width for draft in drafts]
         window = [[row.last, *draft, *[0] * (width - 1 - len(draft))] for row, draft in zip(rows, drafts, strict=True)]
         tokens = mx.array(window, dtype=mx.int32)
+        flat = sum(counts) < width * len(rows) and self._is_flat
+        fed = tokens
+        if flat:
+            real = [token for own, count in zip(window, counts, strict=True) for token in own[:count]]
+            fed = mx.array(real, dtype=mx.int32)[:, None]
         with dispatch.step():
-            state.begin(width, counts)
-            logits = self.model(tokens, cache=state.caches)
+            state.begin(width, counts, flat=flat)
+            logits = self.model(fed, cache=state.caches)
             state.commit()
         allowed = self._allowed(logits, drafts)
         with dispatch.step():
-            drawn = batch.sampler.draw(logits, tokens[:, 1:], allowed)
+            drawn = batch.sampler.draw(logits, tokens[:, 1:], allowed, counts if flat else None)
         mx.eval(drawn.arrays())
         draws = cast("list[list[int]]", drawn.tokens.tolist())
         used = [
@@ -266,6 +280,7 @@ class Stepper:
                 if not row.open:
                     break
                 self._take(row, b, position, draws[b][position], drawn)
+        return sum(counts) / len(rows) if flat else width
 
     def _deliver(self, flight: Flight) -> None:
         tokens = cast("list[list[int]]", flight.drawn.tokens.tolist())

@@ -109,7 +109,25 @@ class Run:
         )
 
     def run(self, layers: Sequence[nn.Module], h: mx.array, caches: Sequence[Any]) -> mx.array | None:
-        """What the layers make of the hidden state `[B, width, K]`, their states having appended the window; None if it can't be taken."""
+        """What the layers make of the hidden state `[B, width, K]`, their states having appended the window; None if it can't be taken.
+
+        A flat window is `[tokens, 1, K]`, each token with the row it belongs to. Raises RuntimeError for one that can't be taken.
+        """
+        y = self._run(layers, h, caches)
+        if y is None and any(cache.rows.is_flat for cache in caches if hasattr(cache, "rows")):
+            raise RuntimeError("only layers that run as one operation take a flat window")
+        return y
+
+    def takes_flat(self, layers: Sequence[nn.Module], caches: Sequence[Any]) -> bool:
+        """Whether a model's layers, as they now are, and these states take a flat window."""
+        return (
+            thread.native
+            and len(caches) == len(self.layers)
+            and all((own := getattr(cache, "flat_type", None)) is not None and own == self.dtype for cache in caches)
+            and self.is_current(layers)
+        )
+
+    def _run(self, layers: Sequence[nn.Module], h: mx.array, caches: Sequence[Any]) -> mx.array | None:
         if h.ndim != 3 or h.dtype != self.dtype or len(caches) != len(self.layers):
             return None
         buffers: list[mx.array] = []
@@ -125,7 +143,9 @@ class Run:
         if any(cache.appending is not before for cache in caches):
             # Some were copied since: each says for itself what it waits for.
             buffers, before = [array for cache in caches for array in cache.in_place("causal")], None
-        made = self.extension.run_blocks(self.blocks, h, caches[0].rows.lengths, buffers, before)
+        rows = caches[0].rows
+        starts, homes = (rows.flat_positions, rows.homes) if rows.is_flat else (rows.lengths, [])
+        made = self.extension.run_blocks(self.blocks, h, starts, buffers, before, homes)
         if made is None:
             return None
         y, appending = made
@@ -148,6 +168,17 @@ def _forward(own: Callable[..., mx.array]) -> Callable[..., mx.array]:
 
 
 _classes: dict[type, type] = {}
+
+
+def flat_test(model: nn.Module) -> Callable[[Sequence[Any]], bool]:
+    """What tells, inside the thread that steps a model, whether it takes a flat window over given states."""
+    found: list[Any] = [
+        module for _, module in model.named_modules() if isinstance(getattr(module, "fused", None), Run)
+    ]
+    if len(found) != 1:
+        return lambda caches: False  # noqa: ARG005  (whatever the states)
+    inner = found[0]
+    return lambda caches: inner.fused.takes_flat(inner.layers, caches)
 
 
 def swap(model: nn.Module, extension: ModuleType) -> dict[str, int]:

@@ -7,8 +7,9 @@ A vector of `dim` elements is a row of 32-bit words: its codes as a little-endia
     ROTATED   levels[code] * scale, float16, of the vector times signs under a Walsh-Hadamard transform, divided by sqrt(dim)
 
 Contract of the native versions
-    attention  q [B, Hq, L, D] f32, f16 or bf16; words [B or more, Hk, n or more, words], of which the first `length` slots count; masks,
-               sinks and order as in `attention`; or `starts` [B]: query i of row b sees the slots up to starts[b] + i
+    attention  q [B, Hq, L, D] f32, f16 or bf16; words [B or more, Hk, n or more, words], of which the first `length` slots count, or
+               those that `order` [B, length] names; masks, sinks and order as in `attention`; or `starts` [B]: query i of row b sees the
+               slots up to starts[b] + i
     append     keys and values [B, Hk, L, dim] go to slots starts[b].. of row b of contiguous buffers, in place
     encode     [B, H, n, dim] to words; all bits are those of the codecs' own operations
     dim        a multiple of 16 and of the group, at most 64 groups; ROTATED: a power of 2 up to 512
@@ -91,6 +92,7 @@ def attention(
     mask: Mask,  # noqa: ARG001
     sinks: mx.array | None = None,  # noqa: ARG001
     starts: mx.array | None = None,  # noqa: ARG001
+    order: mx.array | None = None,  # noqa: ARG001
 ) -> mx.array | None:
     """Native attention over words, `[B, Hq, L, Dv]` of q's type; None where there is none and the codec's own operations serve."""
     return None
@@ -142,21 +144,23 @@ def _make_attention(stock: Callable[..., mx.array | None], extension: ModuleType
         mask: Mask,
         sinks: mx.array | None = None,
         starts: mx.array | None = None,
+        order: mx.array | None = None,
     ) -> mx.array | None:
         if not thread.active:
-            return stock(q, keys, values, codes, length, scale=scale, mask=mask, sinks=sinks, starts=starts)
+            return stock(q, keys, values, codes, length, scale=scale, mask=mask)
         why = why_not(q, keys, codes, mask, sinks)
         if why is not None:
             uncovered("coded_attention", why)
-            return stock(q, keys, values, codes, length, scale=scale, mask=mask, sinks=sinks, starts=starts)
+            return stock(q, keys, values, codes, length, scale=scale, mask=mask)
         forms = codes[0].form(extension), codes[1].form(extension)
+        order = order_of(keys) if order is None else order
         if starts is not None:
-            return native(q, keys, values, *forms, length, scale, CAUSAL, None, starts, 0, sinks)
+            return native(q, keys, values, *forms, length, scale, CAUSAL, None, starts, 0, sinks, order)
         if mask is None or isinstance(mask, str):
             kind, mask = NONE if mask is None else CAUSAL, None
         else:
             kind = BOOLEAN if mask.dtype == mx.bool_ else ADDITIVE
-        return native(q, keys, values, *forms, length, scale, kind, mask, None, 0, sinks, order_of(keys))
+        return native(q, keys, values, *forms, length, scale, kind, mask, None, 0, sinks, order)
 
     return attention
 

@@ -404,6 +404,7 @@ def swap(model: nn.Module, extension: ModuleType, integer: bool = False) -> dict
         for layer in modules:
             if tile(layer, extension, integer):
                 count(layer)
+        mx.clear_cache()  # of the arrays that were replaced
     for role in ROLES:
         for layer in modules:
             kind, family, owner = known.get(type(layer), (None, None, None))

@@ -2,7 +2,7 @@
 
 from gnomon.propose.acceptance import Rates
 from gnomon.propose.guesses import Guess, RowGuesses, Tally
-from gnomon.propose.policy import Chance, Curve, best_depth
+from gnomon.propose.policy import Chance, Curve, Pace, best_depth, best_depths
 from gnomon.propose.proposer import BatchProposer, Proposer, Text
 
 __all__ = [
@@ -10,10 +10,12 @@ __all__ = [
     "Chance",
     "Curve",
     "Guess",
+    "Pace",
     "Proposer",
     "Rates",
     "RowGuesses",
     "Tally",
     "Text",
     "best_depth",
+    "best_depths",
 ]

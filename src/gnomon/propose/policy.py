@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 MARGIN = 0.03
 """Speculation must promise so much more than plain decoding, since both sides of the comparison are estimates."""
+
+MEMORY_PLAIN, MEMORY_WINDOW = 0.95, 0.8
+"""How much of what was known of the cost of steps stays after another one."""
+FORGET = 1 / 256
+"""How much of what windows turned out to cost is forgotten with each plain step, so that they are tried again."""
+MOST_OFF = 2.0
+"""A step that takes so many times as long as lately, or longer, counts as so many: it may just have been disturbed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +34,7 @@ class Chance:
         return total
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Curve:
     """Seconds of a step by batch size and window width: `plain[B]` of a pipelined plain step, `windows[B][M]` of a window of M positions
     with its read-back and rollback. Between measured points costs are interpolated, outside extrapolated."""
@@ -37,13 +44,32 @@ class Curve:
     assumed: bool = False
     """Not measured: costs are in a unit of their own, and only their ratios mean something."""
 
+    _known: dict[tuple[int, float], float] = field(default_factory=dict[tuple[int, float], float], repr=False)
+
     def step(self, num_rows: int) -> float:
         """Seconds of a plain step."""
-        return _between(self.plain, num_rows)
+        return self._at(num_rows, 1)
 
-    def window(self, num_rows: int, width: int) -> float:
-        """Seconds of a window of `width` >= 2 positions."""
-        return _between({rows: _between(by_width, width) for rows, by_width in self.windows.items()}, num_rows)
+    def window(self, num_rows: int, width: float) -> float:
+        """Seconds of a window of `width` positions, on the average of the rows where each has its own. Below 2 it is between a plain step
+        and a window of 2."""
+        return self._at(num_rows, width)
+
+    def _at(self, num_rows: int, width: float) -> float:
+        key = num_rows, width
+        if key not in self._known:
+            self._known[key] = (
+                _between(self.plain, num_rows)
+                if width == 1
+                else _between(
+                    {
+                        rows: _between({1: _between(self.plain, rows), **by_width} if width < 2 else by_width, width)
+                        for rows, by_width in self.windows.items()
+                    },
+                    num_rows,
+                )
+            )
+        return self._known[key]
 
 
 def best_depth(
@@ -67,10 +93,59 @@ def best_depth(
     return best
 
 
-def _between(known: Mapping[int, float], at: int) -> float:
+def best_depths(chances: Sequence[Chance], curve: Curve, premium: float = 1.0) -> list[int]:
+    """How many guesses of each row make the most expected tokens per second, where a window costs what its positions cost, whichever
+    row's: the likeliest ones. All 0 when plain steps have more."""
+    num_rows = len(chances)
+    places: list[tuple[float, int]] = []
+    for row, chance in enumerate(chances):
+        right = chance.first
+        for _ in range(chance.most):
+            places.append((right, row))
+            right *= chance.later
+    # Guesses behind another are never likelier than it, and equals keep their order: each row's come in theirs.
+    places.sort(key=lambda place: -place[0])
+    best, best_rate, expected = 0, (1 + MARGIN) * num_rows / curve.step(num_rows), float(num_rows)
+    for count, (right, _) in enumerate(places, 1):
+        expected += right
+        rate = expected / (premium * curve.window(num_rows, 1 + count / num_rows))
+        if rate > best_rate:
+            best, best_rate = count, rate
+    depths = [0] * num_rows
+    for _, row in places[:best]:
+        depths[row] += 1
+    return depths
+
+
+@dataclass(slots=True)
+class Pace:
+    """How the times that steps really take are to a curve's. `plain` is None while an assumed curve's unit is unknown."""
+
+    plain: float | None = 1.0
+    premium: float = 1.0
+    """How many times as much as it should, against plain steps, a window takes. What all steps share, as of a load or a long context,
+    is not in it."""
+
+    def stepped(self, expected: float, seconds: float) -> None:
+        """A plain step took so long."""
+        if self.plain is None:
+            self.plain = seconds / expected
+        else:
+            ratio = min(seconds / expected, MOST_OFF * self.plain)
+            self.plain = MEMORY_PLAIN * self.plain + (1 - MEMORY_PLAIN) * ratio
+        self.premium += FORGET * (1 - self.premium)
+
+    def windowed(self, expected: float, seconds: float) -> None:
+        """A window took so long."""
+        if self.plain is not None:
+            ratio = min(seconds / expected / self.plain, MOST_OFF * self.premium)
+            self.premium = MEMORY_WINDOW * self.premium + (1 - MEMORY_WINDOW) * ratio
+
+
+def _between(known: Mapping[int, float], at: float) -> float:
     """The value at `at` on the line through the nearest two known points, never less than the least known one."""
     if at in known:
-        return known[at]
+        return known[int(at)]
     points = sorted(known)
     if len(points) == 1:
         return known[points[0]]

@@ -125,11 +125,16 @@ class BatchState:
     def num_rows(self) -> int:
         return self.rows.num_rows
 
-    def begin(self, width: int, counts: Sequence[int] | None = None) -> None:
+    def begin(self, width: int, counts: Sequence[int] | None = None, *, flat: bool = False) -> None:
         """Open a forward over a window `[B, width]` whose first `counts[b]` tokens of row b are real.
 
-        Raises `ValueError` for counts outside 0..width, and for a padded window of a lone row or of a model that isn't `pad_safe`.
+        A `flat` window is `[tokens, 1]`, the real ones alone, row by row; only models of which `blocks.flat_test` says so take it.
+
+        Raises `ValueError` for counts outside 0..width, for a padded window of a lone row or of a model that isn't `pad_safe`, and for
+        a flat one of states that don't take it.
         """
+        if flat and any(getattr(cache, "flat_type", None) is None for cache in self.caches):
+            raise ValueError("a flat window takes several rows of plain keys and values, all in full")
         if counts is not None and any(count != width for count in counts):
             if self.num_rows == 1:
                 raise ValueError(f"a lone row takes whole windows: width is {width}, counts are {list(counts)}")
@@ -137,7 +142,7 @@ class BatchState:
                 raise ValueError(
                     f"padding disturbs this model: all counts must equal the width {width}, got {list(counts)}"
                 )
-        self.rows.begin(width, counts)
+        self.rows.begin(width, counts, flat)
         if self.table is not None:
             self.table.begin()
         for layer in self.layers:

@@ -9,6 +9,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache, create_attention_mask
 
 from gnomon.state.buffer import RowBuffer, copied, round_slots
+from gnomon.state.kept import KeptLayer
 from gnomon.state.layer import LayerState
 from gnomon.state.rows import Rows
 from gnomon.state.snapshot import LayerKind, LayerSnapshot, refuse_coded, shared
@@ -16,7 +17,7 @@ from gnomon.state.snapshot import LayerKind, LayerSnapshot, refuse_coded, shared
 KeysValues = tuple[mx.array, mx.array]
 
 
-class FullLayer(LayerState):
+class FullLayer(KeptLayer[KVCache]):
     """Keys and values of row `b`, position `p`, at slot `p` of row `b`.
 
     A lone row is an mlx-lm `KVCache`, so the operations and shapes are mlx-lm's. Two rows and more share a `RowBuffer`: an append
@@ -26,10 +27,8 @@ class FullLayer(LayerState):
     kind: LayerKind = "full"
 
     def __init__(self, rows: Rows, mask_ndim: int = 4) -> None:
-        self.rows = rows
+        super().__init__(rows, KVCache())
         self.mask_ndim = mask_ndim
-        self._lone: KVCache | None = KVCache()
-        self._buffer = RowBuffer(1)
         self._is_shared = False
         """The lone row's arrays belong to a snapshot too."""
         self.appending: mx.array | None = None
@@ -37,37 +36,13 @@ class FullLayer(LayerState):
 
     # What models call.
 
-    @property
-    def offset(self) -> int | mx.array:
-        """Position of the window's first token: a number for a lone row, as mlx-lm has it; int32 `[B]` for several."""
-        return self.rows.offsets if self._lone is None else self._lone.offset
-
-    @property
-    def keys(self) -> mx.array | None:
-        self._settle()
-        return self._buffer.keys if self._lone is None else self._lone.keys
-
-    @keys.setter
-    def keys(self, value: mx.array) -> None:
-        if self._lone is None:
-            self._buffer.keys = value
-        else:
-            self._lone.keys = value
-
-    @property
-    def values(self) -> mx.array | None:
-        self._settle()
-        return self._buffer.values if self._lone is None else self._lone.values
-
-    @values.setter
-    def values(self, value: mx.array) -> None:
-        if self._lone is None:
-            self._buffer.values = value
-        else:
-            self._lone.values = value
-
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Append `[B, heads, width, dim]` and return all keys and values `[B, heads, n, dim]`, n being the longest row's end."""
+        """Append `[B, heads, width, dim]` and return all keys and values `[B, heads, n, dim]`, n being the longest row's end.
+
+        Raises RuntimeError in a flat window, which is appended in place only.
+        """
+        if self.rows.is_flat:
+            raise RuntimeError("a flat window is appended in place only")
         self._settle()
         if self._lone is not None:
             return cast(KeysValues, self._lone.update_and_fetch(keys, values))
@@ -96,10 +71,7 @@ class FullLayer(LayerState):
 
     def hides_only_later(self, mask: mx.array | str | None) -> bool:
         """Whether a mask of the open forward hides nothing but each query's later positions."""
-        rows = self.rows
-        if isinstance(mask, str):
-            return mask == "causal"
-        return rows.width == 1 if mask is None else mask is rows.known(_mask_key(self.mask_ndim))
+        return hides_only_later(self.rows, self.mask_ndim, mask)
 
     def room(self) -> KeysValues | None:
         """The buffers of `in_place`, whatever the mask."""
@@ -122,6 +94,12 @@ class FullLayer(LayerState):
             own.write(0, 0, lone.keys[..., : lone.offset, :], lone.values[..., : lone.offset, :])
             lone.keys, lone.values, self._is_shared = own.keys, own.values, False
         return cast("KeysValues", (lone.keys, lone.values))
+
+    @property
+    def flat_type(self) -> mx.Dtype | None:
+        """The type of keys of which a flat window can be appended, in place only; None if none can: it takes several rows."""
+        keys = self._buffer.keys
+        return keys.dtype if self._lone is None and keys is not None else None
 
     def appends(self, appending: mx.array) -> None:
         """A kernel was given the buffers of `in_place` and appends the open window to them; `appending` is computed once it has."""
@@ -161,9 +139,6 @@ class FullLayer(LayerState):
 
     def size(self) -> int:
         return max(self.rows.lengths)
-
-    def is_trimmable(self) -> bool:
-        return True
 
     # What BatchState calls.
 
@@ -236,32 +211,19 @@ class FullLayer(LayerState):
             self._lone.state = *shared(snapshot, "keys", "values"), snapshot.numbers["length"]
 
     def arrays(self) -> list[mx.array]:
-        return [array for array in (*self._held(), self.appending) if array is not None]
-
-    def bytes_held(self) -> int:
-        return sum(array.nbytes for array in self._held() if array is not None)
+        return [array for array in (*self._lying(), self.appending) if array is not None]
 
     def problems(self) -> list[str]:
-        rows, found = self.rows, list[str]()
-        if (self._lone is not None) != (rows.num_rows == 1):
-            found.append(
-                f"{rows.num_rows} rows, but the layout is {'a lone row' if self._lone is not None else 'shared'}"
-            )
-        if self._lone is not None and self._lone.keys is not None and self._lone.offset != rows.lengths[0]:
-            found.append(f"offset is {self._lone.offset}, the row has {rows.lengths[0]} tokens")
+        rows, found = self.rows, super().problems()
         for name, array in (("keys", self.keys), ("values", self.values)):
             # Some models make a cache for a layer that never uses it.
             if array is not None and (array.shape[0] < rows.num_rows or array.shape[2] < max(rows.lengths)):
                 found.append(f"{name} of shape {array.shape} are too small for rows of lengths {rows.lengths}")
         return found
 
-    def _held(self) -> tuple[mx.array | None, mx.array | None]:
-        held = self._buffer if self._lone is None else self._lone
-        return held.keys, held.values
-
     def _settle(self) -> None:
         """Let the arrays depend on the append that a kernel makes to them."""
-        keys, values = self._held()
+        keys, values = self._lying()
         if self.appending is not None and keys is not None and values is not None:
             appending, self.appending = self.appending, None
             self.keys, self.values = mx.depends([keys, values], [appending])
@@ -313,6 +275,13 @@ def full_mask(
         return mask if mask_ndim == 4 else mask[:, :, None]
 
     return rows.memo(_mask_key(mask_ndim, window_size), make)
+
+
+def hides_only_later(rows: Rows, mask_ndim: int, mask: mx.array | str | None) -> bool:
+    """Whether a mask of the open forward, over slots that are positions, hides nothing but each query's later ones."""
+    if isinstance(mask, str):
+        return mask == "causal"
+    return rows.width == 1 if mask is None else mask is rows.known(_mask_key(mask_ndim))
 
 
 def _mask_key(mask_ndim: int, window_size: int | None = None) -> Hashable:

@@ -14,7 +14,8 @@ class Rows:
     """Lengths of a batch's rows, shared by all its layer states.
 
     Row `b` holds tokens at positions `0..lengths[b]`. Between `begin` and `commit` a forward over a `[B, width]` window is open, whose
-    first `counts[b]` tokens are real. Index arrays and masks depend only on these numbers, so layers share them through `memo`.
+    first `counts[b]` tokens are real. A flat window holds the real tokens alone, `[tokens, 1]`, row by row. Index arrays and masks depend
+    only on these numbers, so layers share them through `memo`.
     """
 
     def __init__(self, num_rows: int = 1) -> None:
@@ -22,6 +23,7 @@ class Rows:
         self.counts: list[int] = [0] * num_rows
         self.width: int = 0
         self.is_open: bool = False
+        self.is_flat: bool = False
         self._memo: dict[Hashable, object] = {}
 
     @property
@@ -43,8 +45,8 @@ class Rows:
         """Slots the longest row may touch in the open forward, padding included."""
         return max(self.lengths) + self.width
 
-    def begin(self, width: int, counts: Sequence[int] | None = None) -> None:
-        """Open a forward over a window of `width` tokens per row, `counts[b]` of them real (all of them if None)."""
+    def begin(self, width: int, counts: Sequence[int] | None = None, flat: bool = False) -> None:
+        """Open a forward over a window of `width` tokens per row, `counts[b]` of them real (all of them if None), those alone if `flat`."""
         if self.is_open:
             raise ValueError("a forward is already open: commit or abort it first")
         if width < 1:
@@ -54,7 +56,7 @@ class Rows:
             raise ValueError(f"counts has {len(new)} entries for {self.num_rows} rows")
         if any(count < 0 or count > width for count in new):
             raise ValueError(f"counts must lie in 0..{width}, got {new}")
-        self.width, self.counts, self.is_open = width, new, True
+        self.width, self.counts, self.is_open, self.is_flat = width, new, True, flat
         self._memo = {}
 
     def commit(self) -> None:
@@ -62,13 +64,13 @@ class Rows:
         if not self.is_open:
             raise ValueError("no forward is open")
         self.lengths = [length + count for length, count in zip(self.lengths, self.counts, strict=True)]
-        self.is_open = False
+        self.is_open = self.is_flat = False
         self._memo = {}
 
     def abort(self) -> None:
         """The open forward adds nothing."""
         self.counts = [0] * self.num_rows
-        self.is_open = False
+        self.is_open = self.is_flat = False
         self._memo = {}
 
     def rollback(self, back: Sequence[int]) -> None:
@@ -114,6 +116,16 @@ class Rows:
     def positions(self) -> mx.array:
         """Absolute positions of the open window, int32 `[B, width]`."""
         return self.memo("positions", lambda: self.offsets[:, None] + mx.arange(self.width, dtype=mx.int32)[None])
+
+    @property
+    def homes(self) -> list[int]:
+        """The row of each token of a flat window."""
+        return [row for row, count in enumerate(self.counts) for _ in range(count)]
+
+    @property
+    def flat_positions(self) -> list[int]:
+        """The absolute position of each token of a flat window."""
+        return [length + i for length, count in zip(self.lengths, self.counts, strict=True) for i in range(count)]
 
     def slots(self, capacity: int, modulus: int | None = None) -> mx.array:
         """Buffer slots of the open window for `capacity` rows, int32 `[capacity, 1, width, 1]`; spare rows get slots 0..width."""

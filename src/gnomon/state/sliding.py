@@ -10,6 +10,7 @@ from mlx_lm.models.cache import RotatingKVCache
 
 from gnomon.kernels import dispatch
 from gnomon.state.buffer import RowBuffer, copied, round_slots
+from gnomon.state.kept import KeptLayer
 from gnomon.state.layer import LayerState
 from gnomon.state.rows import Rows
 from gnomon.state.snapshot import LayerKind, LayerSnapshot, refuse_coded, shared
@@ -17,7 +18,7 @@ from gnomon.state.snapshot import LayerKind, LayerSnapshot, refuse_coded, shared
 KeysValues = tuple[mx.array, mx.array]
 
 
-class SlidingLayer(LayerState):
+class SlidingLayer(KeptLayer[RotatingKVCache]):
     """Keys and values of the last `window` positions of each row.
 
     A lone row is an mlx-lm `RotatingKVCache`, so the operations and shapes are mlx-lm's. Two rows and more share a ring of
@@ -34,43 +35,14 @@ class SlidingLayer(LayerState):
     kind: LayerKind = "sliding"
 
     def __init__(self, rows: Rows, window: int, slack: int) -> None:
-        self.rows = rows
+        super().__init__(rows, RotatingKVCache(max_size=window))
         self.window = window
         self.slack = slack
         self.ring = window + slack
-        self._lone: RotatingKVCache | None = RotatingKVCache(max_size=window)
-        self._buffer = RowBuffer(1)
         self._phase: list[int] = [0]
         self._joint: tuple[mx.array, mx.array] | None = None  # ring and new keys of a long window, until it commits
 
     # What models call.
-
-    @property
-    def offset(self) -> int | mx.array:
-        """Position of the window's first token: a number for a lone row, int32 `[B]` for several."""
-        return self.rows.offsets if self._lone is None else self._lone.offset
-
-    @property
-    def keys(self) -> mx.array | None:
-        return self._buffer.keys if self._lone is None else self._lone.keys
-
-    @keys.setter
-    def keys(self, value: mx.array) -> None:
-        if self._lone is None:
-            self._buffer.keys = value
-        else:
-            self._lone.keys = value
-
-    @property
-    def values(self) -> mx.array | None:
-        return self._buffer.values if self._lone is None else self._lone.values
-
-    @values.setter
-    def values(self, value: mx.array) -> None:
-        if self._lone is None:
-            self._buffer.values = value
-        else:
-            self._lone.values = value
 
     @property
     def max_size(self) -> int:
@@ -161,9 +133,6 @@ class SlidingLayer(LayerState):
     def size(self) -> int:
         return min(max(self.rows.lengths), self.window)
 
-    def is_trimmable(self) -> bool:
-        return True
-
     # What BatchState calls.
 
     def commit(self) -> None:
@@ -252,20 +221,8 @@ class SlidingLayer(LayerState):
             self._lone.state = *shared(snapshot, "keys", "values"), numbers["length"], 0, self.window, numbers["index"]
         self._phase = [0]
 
-    def arrays(self) -> list[mx.array]:
-        return [array for array in (self.keys, self.values) if array is not None]
-
-    def bytes_held(self) -> int:
-        return sum(array.nbytes for array in self.arrays())
-
     def problems(self) -> list[str]:
-        rows, found = self.rows, list[str]()
-        if (self._lone is not None) != (rows.num_rows == 1):
-            found.append(
-                f"{rows.num_rows} rows, but the layout is {'a lone row' if self._lone is not None else 'shared'}"
-            )
-        if self._lone is not None and self._lone.keys is not None and self._lone.offset != rows.lengths[0]:
-            found.append(f"offset is {self._lone.offset}, the row has {rows.lengths[0]} tokens")
+        rows, found = self.rows, super().problems()
         if len(self._phase) != rows.num_rows:
             found.append(f"{len(self._phase)} phases for {rows.num_rows} rows")
         if self._joint is not None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import mlx.core as mx
 import numpy as np
@@ -80,32 +81,57 @@ class BatchSampler:
         self._plans.clear()
 
     def draw(
-        self, logits: mx.array, drafts: mx.array | None = None, allowed: Mapping[int, Sequence[Words]] | None = None
+        self,
+        logits: mx.array,
+        drafts: mx.array | None = None,
+        allowed: Mapping[int, Sequence[Words]] | None = None,
+        counts: Sequence[int] | None = None,
     ) -> Drawn:
-        """Draw a token at every position of logits [B, L, V], of any float dtype.
+        """Draw a token at every position of logits [B, L, V], of any float dtype. With `counts` they are [tokens, 1, V], those of the first
+        counts[b] >= 1 of L positions of each row, row by row; what is said of the others means nothing.
 
         Position l of row b is output step `steps[b] + l` and its penalties see drafts[b, :l] (int [B, L-1]) as already generated.
         `allowed[b][l]` are the ids that row b may draw at position l, a bit each (uint32 words, least significant bit first); positions
         behind the last of them and other rows may draw any. Nothing advances until `commit`. Raises ValueError if the shapes don't fit
         the rows.
         """
-        batch, width, vocab = logits.shape
-        if batch != len(self._rows):
-            raise ValueError(f"logits hold {batch} rows, but the batch has {len(self._rows)}")
+        num_rows, vocab = len(self._rows), logits.shape[-1]
+        if counts is None:
+            if logits.shape[0] != num_rows:
+                raise ValueError(f"logits hold {logits.shape[0]} rows, but the batch has {num_rows}")
+            width = logits.shape[1]
+            each = [width] * num_rows
+        else:
+            each, width = list(counts), max(counts)
+            if len(each) != num_rows or logits.shape[:2] != (sum(each), 1):
+                raise ValueError(f"logits {logits.shape} don't hold {each} positions of {num_rows} rows")
         if (0 if drafts is None else drafts.shape[1]) != width - 1:
             raise ValueError(f"a window of {width} positions needs {width - 1} drafts per row")
-        plan = self._plans.get((width, logits.dtype))
-        if plan is None:
-            plan = self._plans[width, logits.dtype] = make_plan(self._rows, width, logits.dtype)
-        scores = self._process(logits.reshape(batch * width, vocab), plan, drafts, width)
+        plan = self._plan(each, logits.dtype, keep=counts is None)
+        scores = self._process(logits.reshape(-1, vocab), plan, drafts)
         if plan.processes:
             # Extreme parameters overflow, and infinity has no log-softmax.
             scores = mx.minimum(scores, mx.finfo(scores.dtype).max)
         if allowed:
-            scores = _masked(scores, allowed, width)
+            scores = _masked(scores, allowed, each)
         logprobs = filters.log_softmax(scores)
-        tokens = self._pick(logprobs, plan, width).astype(mx.int32).reshape(batch, width)
-        return Drawn(tokens, self._score(logprobs.reshape(batch, width, vocab), tokens))
+        tokens = self._pick(logprobs, plan).astype(mx.int32)
+        if counts is None:
+            tokens = tokens.reshape(num_rows, width)
+            return Drawn(tokens, self._score(logprobs.reshape(num_rows, width, vocab), tokens))
+        # A row's last cell stands in for the positions it doesn't have.
+        cells = [[start + min(i, n - 1) for i in range(width)] for start, n in zip(_starts(each), each, strict=True)]
+        at = mx.array(cells, dtype=mx.int32)
+        tokens = tokens[at]
+        return Drawn(tokens, self._score(logprobs, tokens, at))
+
+    def _plan(self, counts: Sequence[int], dtype: mx.Dtype, keep: bool) -> Plan:
+        if not keep:
+            return make_plan(self._rows, counts, dtype)
+        key = counts[0] if counts else 0, dtype
+        if key not in self._plans:
+            self._plans[key] = make_plan(self._rows, counts, dtype)
+        return self._plans[key]
 
     def commit(self, tokens: mx.array, counts: Sequence[int]) -> None:
         """Advance each row by the first counts[b] of tokens [B, L] (0 <= counts[b] <= L; the tokens may be lazy)."""
@@ -117,7 +143,7 @@ class BatchSampler:
         """The state to evaluate with a step, so that no graph builds up."""
         return [] if self._history is None else [self._history.ids]
 
-    def _process(self, x: mx.array, plan: Plan, drafts: mx.array | None, width: int) -> mx.array:
+    def _process(self, x: mx.array, plan: Plan, drafts: mx.array | None) -> mx.array:
         if plan.bias is not None:
             x = processors.add_bias(x, *plan.bias)
         history = self._history
@@ -126,7 +152,7 @@ class BatchSampler:
         ids, vocab = history.with_drafts(drafts), x.shape[-1]
 
         def seen(part: Part, size: Callable[[SamplingParams], int]) -> tuple[mx.array, mx.array]:
-            ends = [history.lengths[cell // width] + cell % width for cell in part.cells]
+            ends = [history.lengths[row] + position for row, position in part.places]
             return look_back(ids[part.slots], ends, [size(row.params) for row in part.rows], vocab)
 
         if part := plan.repetition:
@@ -139,7 +165,7 @@ class BatchSampler:
             x = part.apply(x, processors.frequency, *seen(part, lambda p: p.frequency_context_size), part.column)
         return x
 
-    def _pick(self, logprobs: mx.array, plan: Plan, width: int) -> mx.array:
+    def _pick(self, logprobs: mx.array, plan: Plan) -> mx.array:
         if plan.sampled is None or plan.token_keys is None:
             return mx.argmax(logprobs, axis=-1)
         x, vocab = logprobs, logprobs.shape[-1]
@@ -148,7 +174,7 @@ class BatchSampler:
         if part := plan.min_p:
             x = part.apply(x, filters.min_p, part.column)
         if (part := plan.xtc) and plan.xtc_chance is not None and plan.xtc_keys is not None:
-            applies = ~(uniform(plan.xtc_keys.at(self._steps_of(part, width))) > plan.xtc_chance)
+            applies = ~(uniform(plan.xtc_keys.at(self._steps_of(part))) > plan.xtc_chance)
             x = part.apply(x, filters.xtc, part.column, applies, plan.xtc_exempt)
         for k, part in plan.top_k:
             if k < vocab:
@@ -156,28 +182,38 @@ class BatchSampler:
         if part := plan.hlg:
             x = part.apply(x, hlg.tone_curve, hlg.pivots(part.take(logprobs), plan.curves), plan.curves)
         part = plan.sampled
-        noise = gumbel(plan.token_keys.at(self._steps_of(part, width)), vocab)
+        noise = gumbel(plan.token_keys.at(self._steps_of(part)), vocab)
         drawn = mx.argmax(part.take(x) * part.column + noise, axis=-1)
         return drawn if part.at is None else part.put(mx.argmax(logprobs, axis=-1), drawn)
 
-    def _steps_of(self, part: Part, width: int) -> list[int]:
-        return [self._steps[cell // width] + cell % width for cell in part.cells]
+    def _steps_of(self, part: Part) -> list[int]:
+        return [self._steps[row] + position for row, position in part.places]
 
-    def _score(self, logprobs: mx.array, tokens: mx.array) -> Logprobs | None:
+    def _score(self, logprobs: mx.array, tokens: mx.array, cells: mx.array | None = None) -> Logprobs | None:
+        """The scores of tokens [B, L] by logprobs [B, L, V], or [cells, V] with the cell of each position in `cells` [B, L]."""
         wanted = {i: row.params.logprobs for i, row in enumerate(self._rows) if row.params.logprobs is not None}
         if not wanted:
             return None
         slots = {row: slot for slot, row in enumerate(wanted)}
         if len(slots) < len(self._rows):
             at = mx.array(list(slots), dtype=mx.int32)
-            logprobs, tokens = logprobs[at], tokens[at]
+            tokens = tokens[at]
+            logprobs, cells = (logprobs[at], None) if cells is None else (logprobs, cells[at])
+        if cells is not None:
+            logprobs = logprobs[cells]
         return Logprobs(logprobs, tokens, slots, wanted)
 
 
-def _masked(x: mx.array, allowed: Mapping[int, Sequence[Words]], width: int) -> mx.array:
-    """Scores [B·width, V] with what the rows in `allowed` may not draw at their leading positions at -inf."""
+def _starts(counts: Sequence[int]) -> list[int]:
+    """Each row's first cell."""
+    return [0, *accumulate(counts)][:-1]
+
+
+def _masked(x: mx.array, allowed: Mapping[int, Sequence[Words]], counts: Sequence[int]) -> mx.array:
+    """Scores [cells, V] with what the rows in `allowed` may not draw at their leading positions at -inf."""
     total, vocab = x.shape
-    cells = {row * width + position: given for row, masks in allowed.items() for position, given in enumerate(masks)}
+    first = _starts(counts)
+    cells = {first[row] + position: given for row, masks in allowed.items() for position, given in enumerate(masks)}
     words = np.zeros((len(cells), -(-vocab // 32)), dtype=np.uint32)
     for slot, given in zip(words, cells.values(), strict=True):
         count = min(len(slot), len(given))

@@ -17,15 +17,20 @@ from gnomon.engine.sampling.row import RowSampling, repeats
 P = ParamSpec("P")
 
 
+Place = tuple[int, int]
+"""A row of the batch and a position of its window."""
+
+
 class Part:
     """The cells a stage applies to."""
 
-    def __init__(self, cells: list[int], rows: Sequence[RowSampling], total: int, width: int) -> None:
-        self.cells = cells
+    def __init__(self, cells: list[int], rows: Sequence[RowSampling], places: Sequence[Place]) -> None:
+        """`places` are those of all cells of the batch."""
         self.rows = rows
-        self.at = None if len(cells) == total else mx.array(cells, dtype=mx.int32)
+        self.places = [places[cell] for cell in cells]
+        self.at = None if len(cells) == len(places) else mx.array(cells, dtype=mx.int32)
         """Index of the cells, None if they are all."""
-        self.slots = mx.array([cell // width for cell in cells], dtype=mx.int32)
+        self.slots = mx.array([row for row, _ in self.places], dtype=mx.int32)
         """The row of the batch of each cell."""
         self.column = mx.zeros((0,))
         """The stage's parameter, one per cell: [n, 1]."""
@@ -55,7 +60,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The stages of one set of rows, window width and dtype; None where no cell needs one."""
+    """The stages of one set of rows, their windows and a dtype; None where no cell needs one."""
 
     bias: tuple[mx.array, mx.array, mx.array] | None
     repetition: Part | None
@@ -79,16 +84,16 @@ class Plan:
         return any(stage is not None for stage in (self.bias, self.repetition, self.presence, self.frequency))
 
 
-def make_plan(rows: Sequence[RowSampling], width: int, dtype: mx.Dtype) -> Plan:
-    """Plan the stages for windows of `width` positions of these rows, on logits of `dtype`."""
-    return _Planner(rows, width, dtype).plan()
+def make_plan(rows: Sequence[RowSampling], counts: Sequence[int], dtype: mx.Dtype) -> Plan:
+    """Plan the stages for windows of `counts[b]` positions of these rows, on logits of `dtype`."""
+    return _Planner(rows, counts, dtype).plan()
 
 
 class _Planner:
-    def __init__(self, rows: Sequence[RowSampling], width: int, dtype: mx.Dtype) -> None:
-        self._width = width
+    def __init__(self, rows: Sequence[RowSampling], counts: Sequence[int], dtype: mx.Dtype) -> None:
         self._dtype = dtype
-        self._cells = [row for row in rows for _ in range(width)]
+        self._places = [(b, position) for b, count in enumerate(counts) for position in range(count)]
+        self._cells = [rows[b] for b, _ in self._places]
 
     def plan(self) -> Plan:
         xtc = self._part(lambda p: not p.greedy and p.xtc_probability > 0, lambda p: p.xtc_threshold)
@@ -122,7 +127,7 @@ class _Planner:
         cells = [i for i, row in enumerate(self._cells) if needs(row.params)]
         if not cells:
             return None
-        part = Part(cells, [self._cells[i] for i in cells], len(self._cells), self._width)
+        part = Part(cells, [self._cells[i] for i in cells], self._places)
         return part if value is None else part.with_column(value, dtype or self._dtype)
 
     def _gain(self, params: SamplingParams) -> float:

@@ -42,6 +42,7 @@ Range visible(const AttentionJob& j, int b, int h, int i, float* added) {
 const float* block_of(const AttentionJob& j, const Table& t, Head x, int b, int h, int from, int some, int c0, int d, float* room, int64_t& pitch) {
   const int dp = (d + 15) / 16 * 16;
   bool together = true;
+  const int row = j.home(b);
   for (int i = 1; j.order && together && i < some; i++) together = j.slot(b, from + i) == j.slot(b, from) + i;
   if (x.codes) {
     pitch = dp;
@@ -52,13 +53,13 @@ const float* block_of(const AttentionJob& j, const Table& t, Head x, int b, int 
   x.data += c0 * x.step * static_cast<int64_t>(type_size(x.type));
   if (together && x.direct(d)) {
     pitch = x.position;
-    return reinterpret_cast<const float*>(x.at(b, h, j.slot(b, from)));
+    return reinterpret_cast<const float*>(x.at(row, h, j.slot(b, from)));
   }
   pitch = dp;
   for (int i = 0; i < some; i++) {
     float* to = room + static_cast<size_t>(i) * dp;
-    const float* row = widen(t, x.at(b, h, j.slot(b, from + i)), x.type, x.step, d, to);
-    if (row != to) std::memcpy(to, row, static_cast<size_t>(d) * 4);
+    const float* values = widen(t, x.at(row, h, j.slot(b, from + i)), x.type, x.step, d, to);
+    if (values != to) std::memcpy(to, values, static_cast<size_t>(d) * 4);
     for (int c = d; c < dp; c++) to[c] = 0;
   }
   return room;

@@ -32,6 +32,8 @@ struct AttentionJob {
   const int32_t* starts = nullptr;
   const int32_t* order = nullptr;  // [batch, keys], else keys are walked as they lie
   int slot(int b, int c) const { return order ? order[static_cast<int64_t>(b) * keys + c] : c; }
+  const int32_t* homes = nullptr;  // the row of k and v that each row of q attends to, else the same
+  int home(int b) const { return homes ? homes[b] : b; }
   const char* sinks = nullptr;
   Type sink_type = F32;
   char* out;

@@ -114,8 +114,8 @@ void AttentionParts::prepare(const Table& t) {
   if (after) after->prepare(t);
 }
 
-void AttentionParts::attend_rows(const Rows& x, Type type, int batch, int64_t length, const int32_t* starts, const Buffers& buffers, const std::optional<Rows>& residual, char* to,
-                                 Room& room) const {
+void AttentionParts::attend_rows(const Rows& x, Type type, int batch, int64_t length, const int32_t* starts, const int32_t* homes, const Buffers& buffers, const std::optional<Rows>& residual,
+                                 char* to, Room& room) const {
   const Table& t = table();
   const int dk = d(), dvs = dv();
   const int64_t size = static_cast<int64_t>(type_size(type)), count = batch * length, slots = buffers.slots;
@@ -129,17 +129,19 @@ void AttentionParts::attend_rows(const Rows& x, Type type, int batch, int64_t le
     if (starts[b] < 0 || starts[b] + length > slots)
       throw std::out_of_range("row " + std::to_string(b) + " ends at " + std::to_string(starts[b] + length) + " of " + std::to_string(slots) + " slots");
     end = std::max(end, starts[b] + static_cast<int>(length));
+    const int64_t home = homes ? homes[b] : b;
     for (int i = 0; i < 2; i++) {
       const int64_t bytes = (i ? dvs : dk) * size;
       for (int64_t l = 0; l < length; l++)
         for (int h = 0; h < form.k_heads; h++)
-          std::memcpy(buffers.data[i] + ((static_cast<int64_t>(b) * form.k_heads + h) * slots + starts[b] + l) * bytes, at[1 + i] + ((b * length + l) * form.k_heads + h) * bytes,
+          std::memcpy(buffers.data[i] + ((home * form.k_heads + h) * slots + starts[b] + l) * bytes, at[1 + i] + ((b * length + l) * form.k_heads + h) * bytes,
                       static_cast<size_t>(bytes));
     }
   }
   AttentionJob j{Head(at[0], type, length * wide[0], dk, wide[0]), Head(buffers.data[0], type, form.k_heads * slots * dk, slots * dk, dk),
                  Head(buffers.data[1], type, form.k_heads * slots * dvs, slots * dvs, dvs), batch, form.q_heads, form.k_heads, static_cast<int>(length), end, dk, dvs, scale, MASK_CAUSAL, 0};
   j.starts = starts;
+  j.homes = homes;
   j.out = at[3];
   j.out_type = type;
   attend(j);
@@ -208,19 +210,20 @@ void Blocks::add(const std::optional<mx::array>& norm, float eps, const Projecti
 namespace {
 class RunBlocks : public mx::Primitive {
  public:
-  RunBlocks(mx::Stream s, Blocks blocks, std::vector<int32_t> starts) : Primitive(s), blocks_(std::move(blocks)), starts_(std::move(starts)) {}
+  RunBlocks(mx::Stream s, Blocks blocks, std::vector<int32_t> starts, std::vector<int32_t> homes)
+      : Primitive(s), blocks_(std::move(blocks)), starts_(std::move(starts)), homes_(std::move(homes)) {}
   const char* name() const override { return "GnomonBlocks"; }
   void eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) override { throw std::runtime_error("GnomonBlocks runs on the CPU only"); }
   // inputs: x, then keys and values by turns, then what is waited for; outputs: y, and one byte
   void eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) override {
     struct Work {
       Blocks blocks;
-      std::vector<int32_t> starts;
+      std::vector<int32_t> starts, homes;
       Rows x;
       std::vector<Buffers> buffers;
       std::vector<std::shared_ptr<mx::array::Data>> held;  // until the step has run
     };
-    auto w = std::make_shared<Work>(Work{blocks_, starts_, Rows(in[0]), {}, {}});
+    auto w = std::make_shared<Work>(Work{blocks_, starts_, homes_, Rows(in[0]), {}, {}});
     for (auto& o : out) allocate(o);
     *out[1].data<uint8_t>() = 1;
     for (size_t i = 0; i < blocks_.all.size(); i++) {
@@ -249,7 +252,7 @@ class RunBlocks : public mx::Primitive {
       std::vector<char> middle(bytes), after(bytes);
       for (size_t i = 0; i < w->blocks.all.size(); i++) {
         const Block& b = *w->blocks.all[i];
-        b.attention.attend_rows(x, type, batch, length, w->starts.data(), w->buffers[i], x, middle.data(), room);
+        b.attention.attend_rows(x, type, batch, length, w->starts.data(), w->homes.empty() ? nullptr : w->homes.data(), w->buffers[i], x, middle.data(), room);
         lap("GnomonAttentionLayer");
         char* y = i + 1 == w->blocks.all.size() ? to : after.data();
         b.mlp.run(dense_rows(x, middle.data(), type, b.outputs), type, y, room);
@@ -261,17 +264,22 @@ class RunBlocks : public mx::Primitive {
 
  private:
   Blocks blocks_;
-  std::vector<int32_t> starts_;
+  std::vector<int32_t> starts_, homes_;
 };
 }  // namespace
 
 std::optional<std::pair<mx::array, mx::array>> run_blocks(const Blocks& blocks, const mx::array& x, const std::vector<int>& starts, const std::vector<mx::array>& buffers,
-                                                          const std::optional<mx::array>& before, mx::StreamOrDevice s) {
-  if (buffers.size() != 2 * blocks.all.size() || x.ndim() != 3 || starts.size() != static_cast<size_t>(x.shape(0))) return std::nullopt;
+                                                          const std::optional<mx::array>& before, const std::vector<int>& homes, mx::StreamOrDevice s) {
+  if (buffers.size() != 2 * blocks.all.size() || x.ndim() != 3 || starts.size() != static_cast<size_t>(x.shape(0)) || (!homes.empty() && homes.size() != starts.size())) return std::nullopt;
+  int rows = homes.empty() ? x.shape(0) : 0;
+  for (int home : homes) {
+    if (home < 0) throw std::out_of_range("row " + std::to_string(home) + " of the buffers");
+    rows = std::max(rows, home + 1);
+  }
   for (size_t i = 0; i < buffers.size(); i++) {
     const auto& b = buffers[i];
     const AttentionParts& a = blocks.all[i / 2]->attention;
-    if (b.dtype() != x.dtype() || b.ndim() != 4 || b.shape(0) < x.shape(0) || b.shape(1) != a.form.k_heads || b.shape(3) != (i % 2 ? a.dv() : a.d()) || b.shape(2) != buffers[i / 2 * 2].shape(2))
+    if (b.dtype() != x.dtype() || b.ndim() != 4 || b.shape(0) < rows || b.shape(1) != a.form.k_heads || b.shape(3) != (i % 2 ? a.dv() : a.d()) || b.shape(2) != buffers[i / 2 * 2].shape(2))
       return std::nullopt;
     for (size_t row = 0; row < starts.size(); row++)
       if (starts[row] < 0 || starts[row] + x.shape(1) > b.shape(2))
@@ -282,7 +290,7 @@ std::optional<std::pair<mx::array, mx::array>> run_blocks(const Blocks& blocks, 
   in.push_back(x);
   in.insert(in.end(), buffers.begin(), buffers.end());
   if (before) in.push_back(*before);
-  auto p = std::make_shared<RunBlocks>(mx::to_stream(s), blocks, std::vector<int32_t>(starts.begin(), starts.end()));
+  auto p = std::make_shared<RunBlocks>(mx::to_stream(s), blocks, std::vector<int32_t>(starts.begin(), starts.end()), std::vector<int32_t>(homes.begin(), homes.end()));
   auto made = mx::array::make_arrays({x.shape(), {1}}, {x.dtype(), mx::uint8}, p, in);
   return std::pair(made[0], made[1]);
 }

@@ -68,7 +68,8 @@ struct AttentionParts : HeadsParts {
   std::optional<Normaliser> after;
 
   void prepare(const Table& t);
-  void attend_rows(const Rows& x, Type type, int batch, int64_t length, const int32_t* starts, const Buffers& buffers, const std::optional<Rows>& residual, char* to, Room& room) const;
+  // Row b of the batch appends and attends to row homes[b] of the buffers, without `homes` to row b.
+  void attend_rows(const Rows& x, Type type, int batch, int64_t length, const int32_t* starts, const int32_t* homes, const Buffers& buffers, const std::optional<Rows>& residual, char* to, Room& room) const;
   int d() const { return ready[0].n / form.q_heads; }
   int dv() const { return ready[2].n / form.k_heads; }
 };
@@ -102,10 +103,10 @@ struct Blocks {
 };
 
 // The blocks over x [B, L, K]: attention appends to `buffers` (keys and values by turns) at positions `starts` [B], where they lie, as attention_layer
-// does; both residuals are added. `before` is waited for, if given. Returns the last block's output, and an array that is computed once all is
+// does, row b to row homes[b] of the buffers (none: to row b), where rows of one home see what each appends; both residuals are added. `before` is waited for, if given. Returns the last block's output, and an array that is computed once all is
 // appended: whoever reads the buffers depends on it, as they are no outputs (MLX's work grows with the square of those). Nothing if a buffer's type
 // or shape is another than the heads'. Throws std::out_of_range where a row doesn't fit its buffers.
 std::optional<std::pair<mx::array, mx::array>> run_blocks(const Blocks& blocks, const mx::array& x, const std::vector<int>& starts, const std::vector<mx::array>& buffers,
-                                                          const std::optional<mx::array>& before, mx::StreamOrDevice s);
+                                                          const std::optional<mx::array>& before, const std::vector<int>& homes, mx::StreamOrDevice s);
 
 }  // namespace gnomon

@@ -27,6 +27,7 @@ class Fetched:
     dtype: mx.Dtype
     length: int | None = None
     starts: mx.array | None = None
+    order: mx.array | None = None
 
     @property
     def end(self) -> int:
@@ -103,7 +104,16 @@ class Codec(ABC):
         """`attend` by a kernel that reads the words, or None where there is none."""
         pair = self.key_codes(held.key_dim, held.dtype), self.value_codes(held.value_dim, held.dtype)
         return codes.attention(
-            queries, held.keys, held.values, pair, held.end, scale=scale, mask=mask, sinks=sinks, starts=held.starts
+            queries,
+            held.keys,
+            held.values,
+            pair,
+            held.end,
+            scale=scale,
+            mask=mask,
+            sinks=sinks,
+            starts=held.starts,
+            order=held.order,
         )
 
 

@@ -62,12 +62,25 @@ class Layout:
         """The first page of a lone row whose pages lie one behind the other."""
         self._pages = pages
         self._index: dict[tuple[int, int], mx.array] = {}
+        self._slots: mx.array | None = None
+
+    @property
+    def slots(self) -> mx.array:
+        """Places of all positions in pages that lie one behind the other, int32 `[B, end]`."""
+        if self._slots is None:
+            pages = mx.array(self._filled(), mx.int32)[:, :, None]
+            slots = pages * PAGE + mx.arange(PAGE, dtype=mx.int32)
+            self._slots = mx.contiguous(slots.reshape(self.num_rows, -1)[:, : self.end])
+        return self._slots
+
+    def _filled(self) -> list[list[int]]:
+        return [[*row, *[0] * (self.num_pages - len(row))] for row in self._pages]
 
     def index(self, heads: int, capacity: int) -> mx.array:
         """Places in `[heads * capacity, PAGE, width]`, int32 `[B, heads, num_pages]`."""
         key = heads, capacity
         if key not in self._index:
-            ids = mx.array([[*row, *[0] * (self.num_pages - len(row))] for row in self._pages])
+            ids = mx.array(self._filled())
             self._index[key] = mx.arange(heads)[None, :, None] * capacity + ids[:, None]
         return self._index[key]
 
@@ -122,6 +135,12 @@ class PageArrays:
             raise ValueError("nothing was written yet")
         return _read(self.keys, layout), _read(self.values, layout)
 
+    def slots(self, rows: int) -> tuple[mx.array, mx.array]:
+        """All pages of all heads, one behind the other, as each of so many rows sees them: `[rows, heads, slots, width]`, not copied."""
+        if self.keys is None or self.values is None:
+            raise ValueError("nothing was written yet")
+        return _spread(self.keys, rows), _spread(self.values, rows)
+
     def copy(self, page: int, start: int, stop: int) -> dict[str, mx.array]:
         """Slots `start..stop` of a page as arrays `[1, heads, n, width]` of their own; none before the first write."""
         if self.keys is None or self.values is None:
@@ -157,6 +176,11 @@ def _write(pool: mx.array, writing: Writing, x: mx.array) -> None:
         pages, slots, places = writing.index(x.shape[2])
         tokens = x.swapaxes(0, 1).reshape(x.shape[1], -1, x.shape[3])
         pool[:, pages, slots] = tokens[:, places]
+
+
+def _spread(pool: mx.array, rows: int) -> mx.array:
+    heads, capacity, _, width = pool.shape
+    return mx.broadcast_to(pool.reshape(1, heads, capacity * PAGE, width), (rows, heads, capacity * PAGE, width))
 
 
 def _read(pool: mx.array, layout: Layout) -> mx.array:

@@ -7,9 +7,10 @@ from functools import partial
 
 import mlx.core as mx
 
+from gnomon.kernels import dispatch
 from gnomon.kernels.coded import Mask, View
 from gnomon.state.codecs.codec import Codec, Fetched
-from gnomon.state.full import full_mask
+from gnomon.state.full import full_mask, hides_only_later
 from gnomon.state.layer import LayerState
 from gnomon.state.paged.arrays import PAGE, Layout, Writing
 from gnomon.state.paged.pool import Hold, PagePart
@@ -75,14 +76,13 @@ class PagedLayer(LayerState):
     def is_trimmable(self) -> bool:
         return True
 
-    def _read(self, members: Sequence[int]) -> tuple[mx.array, mx.array]:
+    def _layout(self, members: Sequence[int]) -> Layout:
         rows, table = self.rows, self.table
         end = max(rows.lengths[row] for row in members) + rows.width
+        return rows.memo(("pages", tuple(members)), lambda: table.layout(members, end))
 
-        def make() -> Layout:
-            return table.layout(members, end)
-
-        return table.pool.layers[self.number].read(rows.memo(("pages", tuple(members)), make))
+    def _read(self, members: Sequence[int]) -> tuple[mx.array, mx.array]:
+        return self.table.pool.layers[self.number].read(self._layout(members))
 
     def _views(self, codec: Codec, keys: mx.array, values: mx.array) -> tuple[Held, Held]:
         rows = self.rows
@@ -90,13 +90,33 @@ class PagedLayer(LayerState):
         if not coded:
             return keys, values
         dims = keys.shape[3], values.shape[3], keys.dtype
-        held = Fetched(*self._read(coded), *dims)
         if len(coded) == rows.num_rows:
-            attend = partial(_attend_coded, codec, held)
+            attend = partial(self._attend_coded, codec, dims)
         else:
-            attend = partial(_attend_apart, codec, held, coded, keys, values)
-        shape = rows.num_rows, keys.shape[1], held.end
+            attend = partial(_attend_apart, codec, Fetched(*self._read(coded), *dims), coded, keys, values)
+        shape = rows.num_rows, keys.shape[1], self._layout(coded).end
         return View(attend, (*shape, dims[0]), keys.dtype), View(attend, (*shape, dims[1]), keys.dtype)
+
+    def _attend_coded(
+        self,
+        codec: Codec,
+        dims: tuple[int, int, mx.Dtype],
+        queries: mx.array,
+        scale: float,
+        mask: Mask,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """All rows attend to what is held: by a kernel that finds pages where they lie, else to gathered ones."""
+        rows = self.rows
+        members = range(rows.num_rows)
+        layout = self._layout(members)
+        if layout.run is None and dispatch.thread.active and hides_only_later(rows, self.mask_ndim, mask):
+            words = self.table.pool.layers[self.number].slots(rows.num_rows)
+            held = Fetched(*words, *dims, length=layout.end, starts=rows.offsets, order=layout.slots)
+            made = codec.attend_natively(queries, held, scale, mask, sinks)
+            if made is not None:
+                return made
+        return codec.attend(queries, Fetched(*self._read(members), *dims), scale, mask, sinks)
 
     # What BatchState calls.
 
@@ -166,12 +186,6 @@ class PagedLayer(LayerState):
         if self.codec is not None:
             numbers["codec"] = self.codec.number
         return numbers
-
-
-def _attend_coded(
-    codec: Codec, held: Fetched, queries: mx.array, scale: float, mask: Mask, sinks: mx.array | None
-) -> mx.array:
-    return codec.attend(queries, held, scale, mask, sinks)
 
 
 def _attend_apart(
