@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 from gnomon.cli._library import find, stderr
 from gnomon.cli._verbs import CommandError
 from gnomon.config import Config, ModelConfig, with_model_defaults
+from gnomon.freed import give_back
 
 if TYPE_CHECKING:
     from gnomon.chat.template import ChatTemplate
@@ -186,12 +187,7 @@ def starting_up() -> Generator[None]:
     finally:
         gc.freeze()
         gc.enable()
-        if sys.platform == "linux":
-            from ctypes import CDLL
-
-            library = CDLL(None)
-            if hasattr(library, "malloc_trim"):
-                library.malloc_trim(0)
+        give_back()
 
 
 @contextmanager
