@@ -29,6 +29,8 @@ CONTEXT: Final = 128
 """Tokens that rows hold while they are measured."""
 STEPS: Final = 8
 """Plain steps in a row, each built before the one before it is read back, as in decoding."""
+TOGETHER: Final = 4
+"""Plain steps that are timed as one."""
 REPEATS: Final = 7
 FEWEST: Final = 3
 ENOUGH: Final = 3.0
@@ -116,8 +118,8 @@ def _measured(runner: Runner, num_rows: int, widths: Sequence[int]) -> dict[int,
                 reads.append(time.perf_counter())
             before = tokens
         tokens.tolist()
-        # On the average: after a read that came late the next step is computed already, and its read takes no time.
-        return (reads[-1] - reads[0]) / (len(reads) - 1)
+        # Several at once: after a read that came late the next step is computed already, and its read takes no time.
+        return min(later - sooner for sooner, later in zip(reads, reads[TOGETHER:], strict=False)) / TOGETHER
 
     def window(width: int) -> float:
         begun = time.perf_counter()
