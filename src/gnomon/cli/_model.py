@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import sys
@@ -171,6 +172,26 @@ def load(config: Config) -> InProcess:
     with working(f"loading {found.id}"):
         loaded = start(config, found)
     return InProcess(loaded.engine, loaded.tokenizer, loaded.template, loaded.config.sampling)
+
+
+@contextmanager
+def starting_up() -> Generator[None]:
+    """No search for cyclic garbage meanwhile, nor ever among what was made: modules and an engine, which stay until the process ends.
+
+    At the end the C library gives back what reading files took, if it is one that keeps it (glibc).
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+        if sys.platform == "linux":
+            from ctypes import CDLL
+
+            library = CDLL(None)
+            if hasattr(library, "malloc_trim"):
+                library.malloc_trim(0)
 
 
 @contextmanager

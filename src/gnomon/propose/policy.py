@@ -128,11 +128,15 @@ class Pace:
 
     def stepped(self, expected: float, seconds: float) -> None:
         """A plain step took so long."""
-        if self.plain is None:
+        before = self.plain
+        if before is None:
             self.plain = seconds / expected
         else:
-            ratio = min(seconds / expected, MOST_OFF * self.plain)
-            self.plain = MEMORY_PLAIN * self.plain + (1 - MEMORY_PLAIN) * ratio
+            ratio = min(seconds / expected, MOST_OFF * before)
+            self.plain = MEMORY_PLAIN * before + (1 - MEMORY_PLAIN) * ratio
+            # Windows may have met the load before plain steps did.
+            if self.plain > before:
+                self.premium = max(min(self.premium, 1.0), self.premium * before / self.plain)
         self.premium += FORGET * (1 - self.premium)
 
     def windowed(self, expected: float, seconds: float) -> None:
