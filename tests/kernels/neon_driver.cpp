@@ -29,7 +29,7 @@ static std::vector<float> multiply(const Table& t, const Weights& w, int n, cons
   float *arranged = aligned(static_cast<size_t>(rows) * kp + 64), *room = aligned(scratch_floats(w.k));
   for (int m = 0; m < rows;) {
     const int some = t.height(rows, m);
-    for (int r = 0; r < some; r++) t.arrange(x + static_cast<size_t>(m + r) * w.k, F32, 1, w.k, w.codec, arranged + static_cast<size_t>(m) * kp, some, r);
+    for (int r = 0; r < some; r++) t.arrange(x + static_cast<size_t>(m + r) * w.k, F32, 1, w, arranged + static_cast<size_t>(m) * kp, some, r);
     m += some;
   }
   std::vector<float> y(static_cast<size_t>(rows) * n);
@@ -39,19 +39,20 @@ static std::vector<float> multiply(const Table& t, const Weights& w, int n, cons
   return y;
 }
 
-// What I4 and I8 make of activations, from the contract: blocks of 32 as d * q.
-static std::vector<float> rounded(std::vector<float> x) {
-  for (size_t b = 0; b < x.size(); b += 32) {
+// What products in whole numbers make of activations, from the contract: spans as d * q.
+static std::vector<double> rounded(const std::vector<float>& x, size_t span, float most) {
+  std::vector<double> seen(x.size());
+  for (size_t b = 0; b < x.size(); b += span) {
     float top = 0;
-    for (int i = 0; i < 32; i++) top = std::fmax(top, std::fabs(x[b + i]));
-    for (int i = 0; i < 32; i++) x[b + i] = std::nearbyint(x[b + i] * (127.0f / top)) * (top / 127.0f);
+    for (size_t i = b; i < b + span; i++) top = std::fmax(top, std::fabs(x[i]));
+    for (size_t i = b; i < b + span; i++) seen[i] = static_cast<double>(std::nearbyint(x[i] * (most / top))) * (top / most);
   }
-  return x;
+  return seen;
 }
 
 static void products(const Table& t, Codec codec, int k, int group) {
-  const bool whole = codec == I4 || codec == I8;
-  const int n = 23, bits = codec == I4 ? 4 : codec == I8 ? 8 : codec <= Q8 ? codec : 32;
+  const bool bytes = codec == I4 || codec == I8, whole = bytes || codec == S4 || codec == S8;
+  const int n = 23, bits = codec == I4 || codec == S4 ? 4 : codec == I8 || codec == S8 ? 8 : codec <= Q8 ? codec : 32;
   const auto x = normal(static_cast<size_t>(17) * k), dense = normal(static_cast<size_t>(n) * k);
   const auto scales = normal(static_cast<size_t>(n) * (k / group)), biases = normal(static_cast<size_t>(n) * (k / group));
   std::vector<uint8_t> packed(static_cast<size_t>(n) * k * bits / 8 + 64);
@@ -69,7 +70,7 @@ static void products(const Table& t, Codec codec, int k, int group) {
       const size_t g = static_cast<size_t>(j) * (k / group) + i / group;
       wide[at] = static_cast<double>(code) * scales[g] + biases[g];
     }
-  const auto seen = whole ? rounded(x) : x;
+  const auto seen = bytes ? rounded(x, 32, 127.0f) : whole ? rounded(x, group, 32512.0f) : std::vector<double>(x.begin(), x.end());
   const Weights w{bits == 32 ? reinterpret_cast<const uint8_t*>(dense.data()) : packed.data(), scales.data(), biases.data(), static_cast<int64_t>(k) * bits / 8, k, group, codec, F32};
   std::vector<std::vector<float>> alone;
   for (int m = 0; m < 17; m++) {
@@ -168,7 +169,7 @@ static void codes(const Table& t, Coding coding, int bits, Type type) {
 
 int main() {
   const Table& t = *table_neon();
-  for (Codec codec : {Q2, Q3, Q4, Q5, Q6, Q8, I4, I8})
+  for (Codec codec : {Q2, Q3, Q5, Q6, I4, I8, S4, S8})
     for (int group : {32, 64}) products(t, codec, 192, group);
   products(t, D_F32, 100, 100);
   for (int n : {1, 15, 16, 83, 640}) rows(t, n);

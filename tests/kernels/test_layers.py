@@ -15,7 +15,7 @@ from mlx.utils import tree_map
 from mlx_lm.models.cache import make_prompt_cache
 
 from gnomon.kernels import dispatch, layers
-from kernels.oracle import bits_of, wide
+from kernels.oracle import bits_of, rounded, wide
 from tiny_models import VOCAB_SIZE, make
 
 FUSED = ("llama", "qwen3", "gemma3")
@@ -44,6 +44,16 @@ def forward(model: nn.Module, tokens: mx.array, cuts: tuple[int, ...] = (), step
         mx.eval(parts[-1])
         start = end
     return mx.concatenate(parts, axis=1)
+
+
+def of_rounded(product: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    """A product with packed weights whose activations have 16 bits."""
+
+    def rounding(x: mx.array, *others: Any, group_size: int, **options: Any) -> mx.array:
+        seen = mx.array(rounded(wide(x), group_size, 32512).astype(np.float32))
+        return product(seen.astype(x.dtype), *others, group_size=group_size, **options)
+
+    return rounding
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -82,11 +92,23 @@ def test_fused_dense_layers(native: ModuleType, model_type: str) -> None:
 
 
 @pytest.mark.parametrize("model_type", MODELS)
-def test_every_model_stays_within_the_bound_of_stock(native: ModuleType, model_type: str) -> None:
+def test_every_model_stays_within_the_bound_of_stock(
+    native: ModuleType, model_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """float32's bound, and what stock operations lose themselves when their products get activations of 16 bits.
+
+    Which way an activation is rounded depends on its last bits, so both are draws of one distribution: means differ little, maxima by 2.
+    """
     made = quantise(make(model_type, "float32"), 8)
     stock = wide(forward(made, TOKENS, (30,), step=False))
+    with monkeypatch.context() as patched:
+        for name in ("quantized_matmul", "gather_qmm"):
+            patched.setattr(mx, name, of_rounded(getattr(mx, name)))
+        lost = np.abs(wide(forward(made, TOKENS, (30,), step=False)) - stock)
     layers.swap(made, native)
-    assert np.abs(wide(forward(made, TOKENS, (30,))) - stock).max() <= 2e-4 * np.abs(stock).max()
+    error = np.abs(wide(forward(made, TOKENS, (30,))) - stock)
+    assert error.max() <= 2e-4 * np.abs(stock).max() + 2 * lost.max()
+    assert error.mean() <= 1.5 * lost.mean()
 
 
 @pytest.mark.parametrize("model_type", MODELS)

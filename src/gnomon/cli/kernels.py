@@ -104,7 +104,7 @@ def _list(config: Config) -> int:
     print(f"threads: {config.kernel.threads or native.default_threads()}\n`--kernels auto` here means {native.AUTO}\n")
     for operation in operations.ALL:
         print(f"{operation.name:18} {operation.contract}")
-    print(f"{'int8':18} with `--kernels int8`: weights of 4 and 8 bits by activations rounded to 8, in whole numbers")
+    print(f"{'int8':18} with `--kernels int8`: weights of 4 and 8 bits by activations rounded to 8 bits instead of 16")
     return 0
 
 

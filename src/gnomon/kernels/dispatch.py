@@ -25,7 +25,7 @@ class Thread(threading.local):
     native = False
     active = False
     integer = False
-    """Whether native products of 4- and 8-bit weights round activations to 8 bits (see `integer`)."""
+    """Whether native products of 4- and 8-bit weights round activations to 8 bits instead of 16 (see `integer`)."""
 
     def __init__(self) -> None:
         self.orders: dict[int, tuple[object, Any]] = {}
@@ -38,7 +38,7 @@ stock_calls: Counter[str] = Counter()
 
 
 def choose(native: bool, integer: bool = False) -> None:
-    """Let the calling thread's steps take native kernels (`integer`: products in whole numbers), or stock operations, from now on."""
+    """Let the calling thread's steps take native kernels (`integer`: activations of 8 bits), or stock operations, from now on."""
     thread.native = native
     thread.integer = integer
     thread.active = native and thread.depth > 0

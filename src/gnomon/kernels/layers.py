@@ -331,7 +331,7 @@ def _mlp(layer: Any, family: Family, extension: ModuleType, integer: bool) -> ML
     if not all(Linear.covers(part) for part in parts):
         return None
     gate, up, down = (Linear(part, extension, integer) for part in parts)
-    if len({p.dtype for p in (gate, up, down)}) != 1:
+    if len({p.dtype for p in (gate, up, down)}) != 1 or gate.form != up.form:
         return None
     return MLP(gate, up, down, family.activation, extension, gate.dtype)
 
@@ -384,7 +384,7 @@ def _gate_forward(activation: int) -> Callable[[Callable[..., mx.array]], Callab
 def swap(model: nn.Module, extension: ModuleType, integer: bool = False) -> dict[str, int]:
     """Swap what is known in `model`, in place, and return how many layers of each class were. Swapping again changes nothing.
 
-    `integer` lets products of 4- and 8-bit weights round activations to 8 bits, and tiles those weights (see `tiles`).
+    Weights of 4 and 8 bits are tiled (see `tiles`); `integer` lets their products round activations to 8 bits instead of 16.
     """
     found: dict[str, int] = {}
     known: dict[type, tuple[str, Family, ModuleType]] = {}
@@ -400,11 +400,10 @@ def swap(model: nn.Module, extension: ModuleType, integer: bool = False) -> dict
         found[name] = found.get(name, 0) + 1
 
     modules = [module for _, module in model.named_modules()]
-    if integer:
-        for layer in modules:
-            if tile(layer, extension, integer):
-                count(layer)
-        mx.clear_cache()  # of the arrays that were replaced
+    for layer in modules:
+        if tile(layer, extension, integer):
+            count(layer)
+    mx.clear_cache()  # of the arrays that were replaced
     for role in ROLES:
         for layer in modules:
             kind, family, owner = known.get(type(layer), (None, None, None))

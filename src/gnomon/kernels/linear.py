@@ -25,7 +25,7 @@ class Linear:
         self.arrays = cast("dict[str, mx.array]", layer)
         weight, scales, biases = _packed(layer)
         self.weight = weight
-        group, bits = (0, 0) if scales is None else (layer.group_size, layer.bits)
+        group, bits = self.form = (0, 0) if scales is None else (layer.group_size, layer.bits)
         self.dtype: mx.Dtype = weight.dtype if scales is None else scales.dtype
         self.projection = extension.Projection(weight, scales, biases, layer.get("bias"), group, bits, integer, tiled)
 
@@ -76,7 +76,7 @@ def linear_forward(own: Callable[..., mx.array]) -> Callable[..., mx.array]:
 class NativeQuantizedEmbedding(nn.QuantizedEmbedding):
     """Takes rows of a packed table apart in one operation instead of four.
 
-    Its weights are tiled when it is first used as the head, if products are in whole numbers: a table that is none stays as it is.
+    Its weights are tiled when it is first used as the head, if they are multiplied in whole numbers: a table that is none stays as it is.
     """
 
     fused: ModuleType
@@ -90,6 +90,6 @@ class NativeQuantizedEmbedding(nn.QuantizedEmbedding):
         return super().__call__(x)
 
     def as_linear(self, x: mx.array) -> mx.array:
-        if thread.active and self.integer and tile_embedding(self, self.fused, True):
+        if thread.active and tile_embedding(self, self.fused, self.integer):
             return self.as_linear(x)
         return super().as_linear(x)

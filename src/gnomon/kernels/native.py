@@ -44,7 +44,7 @@ class Kernels:
     path: Path | None = None
     build_seconds: float = 0.0
     integer: bool = False
-    """Whether products of 4- and 8-bit weights round activations to 8 bits."""
+    """Whether products of 4- and 8-bit weights round activations to 8 bits instead of 16."""
     layers: Mapping[str, int] = field(default_factory=dict[str, int])
     """How many layers of each class were swapped for fused ones."""
 

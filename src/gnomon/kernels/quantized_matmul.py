@@ -7,12 +7,11 @@ Contract of the native versions
     x            [..., K] f32, f16 or bf16, any strides, broadcast or not
     result       MLX's result type of x and scales; of dequantize, the type of scales, [..., K] for w and scales of any strides
 
-Arithmetic: a weight is fma(code, scale, bias) in float32, x is widened, an output is 16 float32 partial sums over K in a fixed order
-by fused multiply-add, added by a fixed tree, rounded once to the result's type. So an output depends, to the bit, on its row of x and
-its row of w alone; not on the number of rows, their order, chunks, threads, and not on the instruction set (AVX-512, AVX2 and NEON
-agree; the portable one, which has no fused multiply-add, does not).
-
-With `--kernels int8`, 4- and 8-bit weights are multiplied as `integer` says.
+Arithmetic, 2, 3, 5 and 6 bits: a weight is fma(code, scale, bias) in float32, x is widened, an output is 16 float32 partial sums over K in
+a fixed order by fused multiply-add, added by a fixed tree, rounded once to the result's type. 4 and 8 bits: in whole numbers, as `integer`
+says, with activations of 16 bits, or of 8 with `--kernels int8`. Either way an output depends, to the bit, on its row of x and its row of w
+alone; not on the number of rows, their order, chunks, threads, and not on the instruction set (AVX-512, AVX2 and NEON agree; the portable
+one, which has no fused multiply-add, does not).
 """
 
 from __future__ import annotations
@@ -173,7 +172,11 @@ def _make_dequantize(stock: Callable[..., mx.array], extension: ModuleType) -> C
 OPERATIONS = (
     Operation("dequantize", mx, "dequantize", _make_dequantize, "the same codes, of any shape and strides"),
     Operation(
-        "quantized_matmul", mx, "quantized_matmul", _make, "affine, bits 2 3 4 5 6 8, groups 32 64 128, any rows"
+        "quantized_matmul",
+        mx,
+        "quantized_matmul",
+        _make,
+        "affine, bits 2 3 4 5 6 8 (4 and 8 in whole numbers), groups 32 64 128, any rows",
     ),
     Operation("gather_qmm", mx, "gather_qmm", _make_gather, "the same per expert"),
 )

@@ -43,9 +43,11 @@ def _random(*shape: int, seed: int, dtype: mx.Dtype) -> mx.array:
     return mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
 
 
-def _share(result: mx.array, expected: Array, magnitude: Array, terms: int) -> float:
-    """The largest error over its bound: one rounding to the result's type, and float32's growth over what was added up."""
-    bound = EPSILON[result.dtype] * np.abs(expected) + 8 * 2.0**-23 * terms**0.5 * magnitude + STEP[result.dtype]
+def _share(result: mx.array, expected: Array, magnitude: Array, terms: int, beyond: Array | float = 0.0) -> float:
+    """The largest error over its bound: one rounding to the result's type, float32's growth over what was added up, and `beyond`."""
+    bound = (
+        beyond + EPSILON[result.dtype] * np.abs(expected) + 8 * 2.0**-23 * terms**0.5 * magnitude + STEP[result.dtype]
+    )
     return float((np.abs(_wide(result) - expected) / bound).max())
 
 
@@ -71,18 +73,21 @@ def _products(e: ModuleType) -> Iterator[tuple[str, str, float, bool]]:
                 stream = np.unpackbits(np.array(w).view(np.uint8), axis=-1, bitorder="little").reshape(37, 256, bits)
                 codes = stream.astype(np.float64) @ (1 << np.arange(bits))
                 dense = codes * np.repeat(_wide(s), group, 1) + np.repeat(_wide(b), group, 1)
-                product = _multiply(e, (w, s, b), group, bits)
-                y, rows = product(x), _wide(x)
-                error = _share(y, rows @ dense.T, np.abs(rows) @ np.abs(dense).T, 256)
                 case = f"{bits} bits, groups of {group}, {_name(dtype)}"
-                yield "quantized_matmul", case, error, _same_alone(product, x, y)
-                if bits not in integer.BITS:
-                    continue
-                whole, rows = _multiply(e, (w, s, b), group, bits, True), _wide(integer.rounded(x))
                 sizes = codes * np.abs(np.repeat(_wide(s), group, 1)) + np.abs(np.repeat(_wide(b), group, 1))
-                y = whole(x)
-                error = _share(y, rows @ dense.T, np.abs(rows) @ sizes.T, 256)
-                yield "int8", case, error, _same_alone(whole, x, y)
+                for name, activation in (("quantized_matmul", 16), ("int8", 8)):
+                    product = _multiply(e, (w, s, b), group, bits, name == "int8")
+                    y, rows = product(x), _wide(x)
+                    if bits in integer.BITS:
+                        seen, lost = (_wide(f(x, activation, group)) for f in (integer.rounded, integer.error))
+                        error = _share(y, seen @ dense.T, np.abs(seen) @ sizes.T, 256)
+                        beyond = lost @ np.abs(dense).T
+                        error = max(error, _share(y, rows @ dense.T, np.abs(seen) @ sizes.T, 256, beyond))
+                    elif name == "int8":
+                        continue
+                    else:
+                        error = _share(y, rows @ dense.T, np.abs(rows) @ np.abs(dense).T, 256)
+                    yield name, case, error, _same_alone(product, x, y)
     for dtype in TYPES:
         x, w = _random(13, 100, seed=1, dtype=dtype), _random(19, 100, seed=2, dtype=dtype)
         y, rows, dense = e.dense_matmul(x, w), _wide(x), _wide(w)

@@ -29,11 +29,13 @@ INLINE int place(Codec codec, int j, int l) {
   return 16 * j + l;
 }
 
-static void arrange_integer(const void* x, Type type, int64_t stride, int k, Codec codec, float* row);
+static void arrange_integer(const void* x, Type type, int64_t stride, const Weights& w, float* row);
 
-static void arrange(const void* x, Type type, int64_t stride, int k, Codec codec, float* tile, int rows, int i) {
-  if (codec == I4 || codec == I8) return arrange_integer(x, type, stride, k, codec, tile + (size_t)i * k);
-  const bool spread = codec == Q4 || codec == Q2;
+static void arrange(const void* x, Type type, int64_t stride, const Weights& w, float* tile, int rows, int i) {
+  const int k = w.k;
+  const Codec codec = w.codec;
+  if (codec == I4 || codec == I8 || codec == S4 || codec == S8) return arrange_integer(x, type, stride, w, tile + (size_t)i * k);
+  const bool spread = codec == Q2;
   int order[BLOCK];
   if (spread)
     for (int p = 0; p < BLOCK; p++) order[p] = place(codec, p / 16, p % 16);
@@ -312,21 +314,23 @@ static void multiply_all(const Weights& w, int n0, int n1, const float* x, int r
   }
 }
 
-template <int BITS> static void multiply_integer(const Weights& w, int n0, int n1, const float* x, int rows, float* y, int64_t ldy, float* scratch);
+template <int BITS, int BYTES>
+static void multiply_integer(const Weights& w, int n0, int n1, const float* x, int rows, float* y, int64_t ldy, float* scratch);
 
 static void multiply(const Weights& w, int n0, int n1, const float* x, int rows, float* y, int64_t ldy, float* scratch) {
   switch (w.codec) {
     case Q2: return multiply_all<Q2>(w, n0, n1, x, rows, y, ldy, scratch);
     case Q3: return multiply_all<Q3>(w, n0, n1, x, rows, y, ldy, scratch);
-    case Q4: return multiply_all<Q4>(w, n0, n1, x, rows, y, ldy, scratch);
     case Q5: return multiply_all<Q5>(w, n0, n1, x, rows, y, ldy, scratch);
     case Q6: return multiply_all<Q6>(w, n0, n1, x, rows, y, ldy, scratch);
-    case Q8: return multiply_all<Q8>(w, n0, n1, x, rows, y, ldy, scratch);
-    case I4: return multiply_integer<4>(w, n0, n1, x, rows, y, ldy, scratch);
-    case I8: return multiply_integer<8>(w, n0, n1, x, rows, y, ldy, scratch);
+    case I4: return multiply_integer<4, 1>(w, n0, n1, x, rows, y, ldy, scratch);
+    case I8: return multiply_integer<8, 1>(w, n0, n1, x, rows, y, ldy, scratch);
+    case S4: return multiply_integer<4, 2>(w, n0, n1, x, rows, y, ldy, scratch);
+    case S8: return multiply_integer<8, 2>(w, n0, n1, x, rows, y, ldy, scratch);
     case D_F16: return multiply_all<D_F16>(w, n0, n1, x, rows, y, ldy, scratch);
     case D_BF16: return multiply_all<D_BF16>(w, n0, n1, x, rows, y, ldy, scratch);
     case D_F32: return multiply_all<D_F32>(w, n0, n1, x, rows, y, ldy, scratch);
+    case Q4: case Q8: break;  // stored so, multiplied as S4 and S8 or I4 and I8
   }
 }
 

@@ -71,6 +71,7 @@ void multiply_rows(const Rows& x, std::vector<Product>& products) {
     int64_t first;
     int rows;
     size_t at;
+    bool arranged;  // by a piece before
   };
   std::vector<Piece> pieces;
   auto flush = [&] {
@@ -81,7 +82,7 @@ void multiply_rows(const Rows& x, std::vector<Product>& products) {
     };
     std::vector<Tile> tiles;
     for (auto& q : pieces)
-      for (int m = 0; m < q.rows;) {
+      for (int m = 0; m < q.rows && !q.arranged;) {
         const int some = t.height(q.rows, m);
         tiles.push_back({&q, m, some});
         m += some;
@@ -91,7 +92,7 @@ void multiply_rows(const Rows& x, std::vector<Product>& products) {
       const int kp = padded(q->p->w.k);
       for (int r = 0; r < some; r++) {
         const int64_t row = q->p->from.empty() ? q->first + m + r : q->p->from[q->first + m + r];
-        t.arrange(x.row(row), x.type, x.step, q->p->w.k, q->p->w.codec, arranged + q->at + static_cast<size_t>(m) * kp, some, r);
+        t.arrange(x.row(row), x.type, x.step, q->p->w, arranged + q->at + static_cast<size_t>(m) * kp, some, r);
       }
     };
     const bool share = work >= SHARE_FROM;
@@ -121,8 +122,12 @@ void multiply_rows(const Rows& x, std::vector<Product>& products) {
     const int64_t rows = p.from.empty() ? (p.to.empty() ? x.count : static_cast<int64_t>(p.to.size())) : static_cast<int64_t>(p.from.size());
     for (int64_t first = 0; first < rows; first += MOST_ROWS) {
       const int some = static_cast<int>(std::min<int64_t>(MOST_ROWS, rows - first));
-      pieces.push_back({&p, first, some, floats});
-      floats += static_cast<size_t>(some) * padded(p.w.k);
+      const auto same = std::find_if(pieces.begin(), pieces.end(), [&](const Piece& q) {
+        return p.from.empty() && q.p->from.empty() && q.first == first && q.rows == some && q.p->w.codec == p.w.codec && q.p->w.group == p.w.group;
+      });
+      const bool arranged = same != pieces.end();
+      pieces.push_back({&p, first, some, arranged ? same->at : floats, arranged});
+      if (!arranged) floats += static_cast<size_t>(some) * padded(p.w.k);
       work += static_cast<int64_t>(p.n) * p.w.k * (some + 2) * (p.up ? 2 : 1);
       if (floats > static_cast<size_t>(MOST_ROWS) * 16384) flush();
     }
@@ -132,15 +137,21 @@ void multiply_rows(const Rows& x, std::vector<Product>& products) {
 }
 
 namespace {
-// The integer path takes 4 and 8 bits; the others stay float. Of `tiled` rows the whole tiles stand in tiles.
-Weights quantised(const char* w, const char* scales, const char* biases, int k, int group, int bits, Type scale_type, bool integer = false, int tiled = 0) {
-  const Codec codec = integer && bits == 4 ? I4 : integer && bits == 8 ? I8 : static_cast<Codec>(bits);
-  return Weights{reinterpret_cast<const uint8_t*>(w), scales, biases, static_cast<int64_t>(k) * bits / 8, k, group, codec, scale_type, tiled / TILE * TILE};
+// Of `tiled` rows the whole tiles stand in tiles.
+Weights stored(const char* w, const char* scales, const char* biases, int k, int group, int bits, Type scale_type, int tiled = 0) {
+  return Weights{reinterpret_cast<const uint8_t*>(w), scales, biases, static_cast<int64_t>(k) * bits / 8, k, group, static_cast<Codec>(bits), scale_type, tiled / TILE * TILE};
+}
+// For products: those with 4 and 8 bits are whole, `integer` with activations of one byte instead of two; the other widths stay float.
+Weights quantised(const char* w, const char* scales, const char* biases, int k, int group, int bits, Type scale_type, bool integer, int tiled) {
+  Weights weights = stored(w, scales, biases, k, group, bits, scale_type, tiled);
+  if (bits == 4) weights.codec = integer ? I4 : S4;
+  if (bits == 8) weights.codec = integer ? I8 : S8;
+  return weights;
 }
 
 // Only products in whole numbers read tiles.
-void check_tiled(int bits, bool integer, bool tiled) {
-  if (tiled && !(integer && (bits == 4 || bits == 8))) throw std::invalid_argument("tiled weights of " + std::to_string(bits) + " bits have no product of this kind");
+void check_tiled(int bits, bool tiled) {
+  if (tiled && bits != 4 && bits != 8) throw std::invalid_argument("tiled weights of " + std::to_string(bits) + " bits have no product");
 }
 
 // Weights [.., N, words], or their scales or biases, with every TILE rows interleaved. Lines of tiles are lines of the cache.
@@ -309,7 +320,7 @@ class QuantizedEmbedding : public Native {
                         k = out.shape(-1), group = group_, bits = bits_, tiled = tiled_, st = type_of(in[2].dtype()), to = out.data<char>()]() mutable {
       const Table& t = table();
       auto* id = reinterpret_cast<const int32_t*>(ids.data());
-      const Weights weights = quantised(w.data(), s.data(), b.data(), k, group, bits, st, false, tiled ? n : 0);
+      const Weights weights = stored(w.data(), s.data(), b.data(), k, group, bits, st, tiled ? n : 0);
       float* row = scratch<2>(padded(k));
       for (int64_t i = 0; i < count; i++) {
         const int64_t r = id[i] < 0 ? id[i] + static_cast<int64_t>(n) : id[i];
@@ -351,7 +362,7 @@ class Dequantised : public Native {
             for (int j = 0; j < codes.width; j++) std::memcpy(room + j, words + 4 * j * codes.step, 4);
             words = reinterpret_cast<const char*>(room);
           }
-          const Weights one = quantised(words, scales + i * each, biases + i * each, k, group, bits, type);
+          const Weights one = stored(words, scales + i * each, biases + i * each, k, group, bits, type);
           t.decode_row(one, 0, row);
           t.from_f32(row, type, k, to + i * k * size);
         }
@@ -390,7 +401,7 @@ class DenseMatmul : public Native {
 }  // namespace
 
 mx::array quantized_matmul(const mx::array& x, const mx::array& w, const mx::array& scales, const mx::array& biases, int group, int bits, bool integer, bool tiled, mx::StreamOrDevice s) {
-  check_tiled(bits, integer, tiled);
+  check_tiled(bits, tiled);
   auto stream = mx::to_stream(s);
   auto shape = x.shape();
   shape.back() = w.shape(0);
@@ -411,7 +422,7 @@ std::pair<mx::array, mx::array> pairs_of(const mx::array& x, const std::optional
 
 mx::array gather_qmm(const mx::array& x, const mx::array& w, const mx::array& scales, const mx::array& biases, const std::optional<mx::array>& lhs,
                      const mx::array& rhs, int group, int bits, bool integer, bool tiled, mx::StreamOrDevice s) {
-  check_tiled(bits, integer, tiled);
+  check_tiled(bits, tiled);
   auto stream = mx::to_stream(s);
   auto [left, right] = pairs_of(x, lhs, rhs, stream);
   auto shape = right.shape();
@@ -463,7 +474,7 @@ void Projection::push(std::vector<mx::array>& in) const {
 
 Projection::Projection(mx::array w, std::optional<mx::array> scales, std::optional<mx::array> biases, std::optional<mx::array> bias, int group, int bits, bool integer, bool tiled)
     : w(std::move(w)), scales(std::move(scales)), biases(std::move(biases)), bias(std::move(bias)), group(group), bits(bits), integer(integer), tiled(tiled) {
-  check_tiled(bits, integer, tiled);
+  check_tiled(bits, tiled);
 }
 
 Operands::Operands(const Projection& p, const std::vector<mx::array>& in, size_t& next) : n(p.outputs()), k_(p.inputs()), group_(p.group), bits_(p.bits), integer_(p.integer), tiled_(p.tiled), type_(type_of(p.type())) {

@@ -4,8 +4,8 @@
 
 namespace gnomon {
 
-// y = x @ w.T for affine-quantised w [N, K * bits / 32]; `integer` multiplies 4- and 8-bit codes by x rounded to 8 bits, and only that takes
-// `tiled` weights: w, scales and biases each went through `tiled`.
+// y = x @ w.T for affine-quantised w [N, K * bits / 32]; `integer` multiplies 4- and 8-bit codes by x rounded to 8 bits instead of 16. Of these widths,
+// weights may be `tiled`: w, scales and biases each went through `tiled`.
 mx::array quantized_matmul(const mx::array& x, const mx::array& w, const mx::array& scales, const mx::array& biases, int group, int bits, bool integer, bool tiled, mx::StreamOrDevice s);
 // As mlx's gather_qmm with transpose: out[..., :, n] = x[lhs] @ w[rhs].T.
 mx::array gather_qmm(const mx::array& x, const mx::array& w, const mx::array& scales, const mx::array& biases, const std::optional<mx::array>& lhs,
@@ -31,7 +31,7 @@ struct Product {
   int64_t pitch;
   std::vector<int64_t> from, to;
   const float* bias = nullptr;  // [n], added
-  std::optional<Weights> up;    // then activation(y) * (x @ up.T + up_bias)
+  std::optional<Weights> up;    // then activation(y) * (x @ up.T + up_bias); of w's codec and group
   const float* up_bias = nullptr;
   Activation activation = SILU;
 };

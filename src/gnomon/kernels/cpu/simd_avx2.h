@@ -159,6 +159,11 @@ template <> struct Unpack<D_BF16> {
 };
 
 // The integer path: lanes are columns.
+INLINE float largest(vf v) {
+  __m128 q = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  q = _mm_max_ps(q, _mm_movehl_ps(q, q));
+  return _mm_cvtss_f32(_mm_max_ss(q, _mm_shuffle_ps(q, q, 1)));
+}
 INLINE vi iload(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
 INLINE void istore(void* p, vi v) { _mm256_storeu_si256((__m256i*)p, v); }
 INLINE vi four(const int8_t* p) {
@@ -204,27 +209,47 @@ INLINE void turn(const uint8_t* const* p, int bytes, uint32_t* out) {
     }
   }
 }
-// Pairs of products are added in 16 bits: eight steps of 4-bit codes stay below 2^15, so 8-bit codes go by halves.
-template <int BITS> struct Codes {
+constexpr bool IN_PAIRS = true;
+// GCC would add up many products before it adds them to a sum, and spill them.
+INLINE vi in_turn(vi sum) {
+  asm("" : "+x"(sum));
+  return sum;
+}
+// Two bytes: words of 16 bits, whose pairs of products are added in 32.
+template <int BITS, int BYTES> struct Codes {
+  vi even, odd;
+  Codes() = default;
+  explicit __attribute__((always_inline)) Codes(vi v) : even(_mm256_and_si256(v, _mm256_set1_epi16(255))), odd(_mm256_srli_epi16(v, 8)) {}
+};
+template <int BITS, int BYTES> struct Dot {
+  vi a = _mm256_setzero_si256();
+  template <class C, class F> void __attribute__((always_inline)) add(const C& w, const F& f) {
+    a = in_turn(_mm256_add_epi32(a, _mm256_madd_epi16(w.even, f.x)));
+    a = in_turn(_mm256_add_epi32(a, _mm256_madd_epi16(w.odd, f.y)));
+  }
+  vi __attribute__((always_inline)) sum() const { return a; }
+};
+// One byte: pairs of products are added in 16 bits. Eight steps of 4-bit codes stay below 2^15; 8-bit codes go by halves.
+template <> struct Codes<4, 1> {
   vi c;
   Codes() = default;
   explicit __attribute__((always_inline)) Codes(vi v) : c(v) {}
 };
-template <> struct Codes<8> {
+template <> struct Codes<8, 1> {
   vi low, high;
   Codes() = default;
   explicit __attribute__((always_inline)) Codes(vi v) : low(low_halves(v)), high(high_halves(v)) {}
 };
-template <int BITS> struct Dot {
+template <> struct Dot<4, 1> {
   vi a = _mm256_setzero_si256();
-  void __attribute__((always_inline)) add(const Codes<4>& w, vi x) { a = _mm256_add_epi16(a, _mm256_maddubs_epi16(w.c, x)); }
+  template <class C, class F> void __attribute__((always_inline)) add(const C& w, const F& f) { a = in_turn(_mm256_add_epi16(a, _mm256_maddubs_epi16(w.c, f.x))); }
   vi __attribute__((always_inline)) sum() const { return _mm256_madd_epi16(a, _mm256_set1_epi16(1)); }
 };
-template <> struct Dot<8> {
+template <> struct Dot<8, 1> {
   vi low = _mm256_setzero_si256(), high = _mm256_setzero_si256();
-  void __attribute__((always_inline)) add(const Codes<8>& w, vi x) {
-    low = _mm256_add_epi16(low, _mm256_maddubs_epi16(w.low, x));
-    high = _mm256_add_epi16(high, _mm256_maddubs_epi16(w.high, x));
+  template <class C, class F> void __attribute__((always_inline)) add(const C& w, const F& f) {
+    low = in_turn(_mm256_add_epi16(low, _mm256_maddubs_epi16(w.low, f.x)));
+    high = in_turn(_mm256_add_epi16(high, _mm256_maddubs_epi16(w.high, f.x)));
   }
   vi __attribute__((always_inline)) sum() const {
     return _mm256_add_epi32(_mm256_madd_epi16(low, _mm256_set1_epi16(1)), _mm256_madd_epi16(high, _mm256_set1_epi16(16)));

@@ -170,6 +170,7 @@ template <> struct Unpack<D_BF16> {
 };
 
 // The integer path: lanes are columns.
+INLINE float largest(vf v) { return _mm512_reduce_max_ps(v); }
 INLINE vi iload(const void* p) { return _mm512_loadu_si512(p); }
 INLINE void istore(void* p, vi v) { _mm512_storeu_si512(p, v); }
 INLINE vi four(const int8_t* p) {
@@ -227,38 +228,67 @@ INLINE void turn(const uint8_t* const* p, int bytes, uint32_t* out) {
   }
 }
 #if defined(__AVX512VNNI__)
-template <int BITS> struct Codes {
+constexpr bool IN_PAIRS = false;
+template <int BITS, int BYTES> struct Codes {
   vi c;
   Codes() = default;
   explicit __attribute__((always_inline)) Codes(vi v) : c(v) {}
 };
-template <int BITS> struct Dot {
+template <int BITS, int BYTES> struct Dot {
   vi a = _mm512_setzero_si512();
-  void __attribute__((always_inline)) add(const Codes<BITS>& w, vi x) { a = _mm512_dpbusd_epi32(a, w.c, x); }
+  template <class C, class F> void __attribute__((always_inline)) add(const C& w, const F& f) { a = _mm512_dpbusd_epi32(a, w.c, f.x); }
   vi __attribute__((always_inline)) sum() const { return a; }
 };
+template <int BITS> struct Dot<BITS, 2> {
+  vi high = _mm512_setzero_si512(), low = _mm512_setzero_si512();
+  template <class C, class F> void __attribute__((always_inline)) add(const C& w, const F& f) {
+    high = _mm512_dpbusd_epi32(high, w.c, f.x);
+    low = _mm512_dpbusd_epi32(low, w.c, f.y);
+  }
+  vi __attribute__((always_inline)) sum() const { return _mm512_add_epi32(_mm512_slli_epi32(high, 8), low); }
+};
 #else
-// Pairs of products are added in 16 bits: eight steps of 4-bit codes stay below 2^15, so 8-bit codes go by halves.
-template <int BITS> struct Codes {
+constexpr bool IN_PAIRS = true;
+// GCC would add up many products before it adds them to a sum, and spill them.
+INLINE vi in_turn(vi sum) {
+  asm("" : "+v"(sum));
+  return sum;
+}
+// Two bytes: words of 16 bits, whose pairs of products are added in 32.
+template <int BITS, int BYTES> struct Codes {
+  vi even, odd;
+  Codes() = default;
+  explicit __attribute__((always_inline)) Codes(vi v) : even(_mm512_and_si512(v, _mm512_set1_epi16(255))), odd(_mm512_srli_epi16(v, 8)) {}
+};
+template <int BITS, int BYTES> struct Dot {
+  vi a = _mm512_setzero_si512();
+  template <class C, class F> void __attribute__((always_inline)) add(const C& w, const F& f) {
+    a = in_turn(_mm512_add_epi32(a, _mm512_madd_epi16(w.even, f.x)));
+    a = in_turn(_mm512_add_epi32(a, _mm512_madd_epi16(w.odd, f.y)));
+  }
+  vi __attribute__((always_inline)) sum() const { return a; }
+};
+// One byte: pairs of products are added in 16 bits. Eight steps of 4-bit codes stay below 2^15; 8-bit codes go by halves.
+template <> struct Codes<4, 1> {
   vi c;
   Codes() = default;
   explicit __attribute__((always_inline)) Codes(vi v) : c(v) {}
 };
-template <> struct Codes<8> {
+template <> struct Codes<8, 1> {
   vi low, high;
   Codes() = default;
   explicit __attribute__((always_inline)) Codes(vi v) : low(low_halves(v)), high(high_halves(v)) {}
 };
-template <int BITS> struct Dot {
+template <> struct Dot<4, 1> {
   vi a = _mm512_setzero_si512();
-  void __attribute__((always_inline)) add(const Codes<4>& w, vi x) { a = _mm512_add_epi16(a, _mm512_maddubs_epi16(w.c, x)); }
+  template <class C, class F> void __attribute__((always_inline)) add(const C& w, const F& f) { a = in_turn(_mm512_add_epi16(a, _mm512_maddubs_epi16(w.c, f.x))); }
   vi __attribute__((always_inline)) sum() const { return _mm512_madd_epi16(a, _mm512_set1_epi16(1)); }
 };
-template <> struct Dot<8> {
+template <> struct Dot<8, 1> {
   vi low = _mm512_setzero_si512(), high = _mm512_setzero_si512();
-  void __attribute__((always_inline)) add(const Codes<8>& w, vi x) {
-    low = _mm512_add_epi16(low, _mm512_maddubs_epi16(w.low, x));
-    high = _mm512_add_epi16(high, _mm512_maddubs_epi16(w.high, x));
+  template <class C, class F> void __attribute__((always_inline)) add(const C& w, const F& f) {
+    low = in_turn(_mm512_add_epi16(low, _mm512_maddubs_epi16(w.low, f.x)));
+    high = in_turn(_mm512_add_epi16(high, _mm512_maddubs_epi16(w.high, f.x)));
   }
   vi __attribute__((always_inline)) sum() const {
     return _mm512_add_epi32(_mm512_madd_epi16(low, _mm512_set1_epi16(1)), _mm512_madd_epi16(high, _mm512_set1_epi16(16)));

@@ -5,6 +5,8 @@
 #include "table.h"
 #if defined(__aarch64__)
 #include <arm_neon.h>
+#elif defined(__SSE2__)
+#include <emmintrin.h>
 #endif
 #define INLINE static inline __attribute__((always_inline))
 namespace gnomon::GNOMON_ISA {
@@ -174,6 +176,11 @@ template <> struct Unpack<D_BF16> {
 };
 
 // The integer path: lanes are columns.
+INLINE float largest(vf v) {
+  float top = v[0];
+  for (int i = 1; i < 4; i++) top = v[i] > top ? v[i] : top;
+  return top;
+}
 INLINE vi iload(const void* p) {
   vi v;
   memcpy(&v, p, 16);
@@ -201,13 +208,46 @@ INLINE void turn(const uint8_t* const* p, int bytes, uint32_t* out) {
       memcpy(out + c, p[c] + at, (size_t)(bytes - at < 4 ? bytes - at : 4));
     }
 }
-template <int BITS> struct Codes {
+constexpr bool IN_PAIRS = true;
+// Two bytes: words of 16 bits, two to a lane.
+template <int BITS, int BYTES> struct Codes {
+  vi even, odd;
+  Codes() = default;
+  explicit __attribute__((always_inline)) Codes(vi v) : even(v & 0x00ff00ff), odd((vi)((vu)v >> 8u) & 0x00ff00ff) {}
+};
+#if defined(__aarch64__)
+template <int BITS, int BYTES> struct Dot {
+  int32x4_t a = vdupq_n_s32(0), b = vdupq_n_s32(0);
+  void __attribute__((always_inline)) add_pairs(vi w, vi x) {
+    const int16x8_t c = (int16x8_t)w, y = (int16x8_t)x;
+    a = vmlal_s16(a, vget_low_s16(c), vget_low_s16(y));
+    b = vmlal_s16(b, vget_high_s16(c), vget_high_s16(y));
+  }
+  template <class C, class F> void __attribute__((always_inline)) add(const C& w, const F& f) { add_pairs(w.even, f.x), add_pairs(w.odd, f.y); }
+  vi __attribute__((always_inline)) sum() const { return (vi)vpaddq_s32(a, b); }
+};
+#else
+INLINE vi pairs(vi w, vi x) {
+#if defined(__SSE2__)
+  return (vi)_mm_madd_epi16((__m128i)w, (__m128i)x);
+#else
+  return (w & 0xffff) * ((vi)((vu)x << 16u) >> 16) + (w >> 16) * (x >> 16);
+#endif
+}
+template <int BITS, int BYTES> struct Dot {
+  vi a = {};
+  template <class C, class F> void __attribute__((always_inline)) add(const C& w, const F& f) { a += pairs(w.even, f.x) + pairs(w.odd, f.y); }
+  vi __attribute__((always_inline)) sum() const { return a; }
+};
+#endif
+// One byte.
+template <int BITS> struct Codes<BITS, 1> {
   vi c;
   Codes() = default;
   explicit __attribute__((always_inline)) Codes(vi v) : c(v) {}
 };
 #if defined(__aarch64__)
-template <> struct Codes<8> {
+template <> struct Codes<8, 1> {
   vi low, high;
   Codes() = default;
   explicit __attribute__((always_inline)) Codes(vi v) : low(low_halves(v)), high(high_halves(v)) {}
@@ -222,21 +262,21 @@ struct Halves {
   }
   int32x4_t __attribute__((always_inline)) sum() const { return vpaddq_s32(vpaddlq_s16(a), vpaddlq_s16(b)); }
 };
-template <int BITS> struct Dot {
+template <int BITS> struct Dot<BITS, 1> {
   Halves a;
-  void __attribute__((always_inline)) add(const Codes<4>& w, vi x) { a.add(w.c, x); }
+  template <class C, class F> void __attribute__((always_inline)) add(const C& w, const F& f) { a.add(w.c, f.x); }
   vi __attribute__((always_inline)) sum() const { return (vi)a.sum(); }
 };
-template <> struct Dot<8> {
+template <> struct Dot<8, 1> {
   Halves low, high;
-  void __attribute__((always_inline)) add(const Codes<8>& w, vi x) { low.add(w.low, x), high.add(w.high, x); }
+  template <class C, class F> void __attribute__((always_inline)) add(const C& w, const F& f) { low.add(w.low, f.x), high.add(w.high, f.x); }
   vi __attribute__((always_inline)) sum() const { return (vi)vaddq_s32(low.sum(), vshlq_n_s32(high.sum(), 4)); }
 };
 #else
-template <int BITS> struct Dot {
+template <int BITS> struct Dot<BITS, 1> {
   vi a = {};
-  void __attribute__((always_inline)) add(const Codes<BITS>& w, vi x) {
-    for (int i = 0; i < 4; i++) a += (vi)(((vu)w.c >> (uint32_t)(8 * i)) & 255u) * (vi)((vi)((vu)x << (uint32_t)(24 - 8 * i)) >> 24);
+  template <class C, class F> void __attribute__((always_inline)) add(const C& w, const F& f) {
+    for (int i = 0; i < 4; i++) a += (vi)(((vu)w.c >> (uint32_t)(8 * i)) & 255u) * (vi)((vi)((vu)f.x << (uint32_t)(24 - 8 * i)) >> 24);
   }
   vi __attribute__((always_inline)) sum() const { return a; }
 };

@@ -11,8 +11,8 @@ enum Type : int { F32 = 0, F16 = 1, BF16 = 2 };
 inline constexpr size_t type_size(Type t) { return t == F32 ? 4 : 2; }
 
 // How the weights of a linear map are stored: affine-quantised in as many bits, or dense in a float type.
-// I4 and I8 are Q4 and Q8 multiplied by activations of 8 bits.
-enum Codec : int { Q2 = 2, Q3 = 3, Q4 = 4, Q5 = 5, Q6 = 6, Q8 = 8, I4 = 9, I8 = 10, D_F16 = 14, D_BF16 = 15, D_F32 = 16 };
+// Q4 and Q8 are multiplied as S4 and S8, by activations of 16 bits, or as I4 and I8, by activations of 8.
+enum Codec : int { Q2 = 2, Q3 = 3, Q4 = 4, Q5 = 5, Q6 = 6, Q8 = 8, I4 = 9, I8 = 10, S4 = 11, S8 = 12, D_F16 = 14, D_BF16 = 15, D_F32 = 16 };
 
 enum Activation : int { SILU = 0, GELU_TANH = 1, GELU_ERF = 2 };
 
@@ -53,8 +53,8 @@ struct Table {
   int direct_most;  // up to so many rows, tiles have at most 4
   int height(int rows, int m) const { return tile_height(rows, m, rows <= direct_most ? 4 : tile_rows); }
   // Writes a row of k values (`stride` values apart) into lane order as row `i` of a tile of `rows`: tile[(k / 16 * rows + i) * 16 + lane].
-  // For I4 and I8: as bytes with their scales (see integer.inl) at tile + i * k.
-  void (*arrange)(const void* x, Type type, int64_t stride, int k, Codec codec, float* tile, int rows, int i);
+  // For whole products: as bytes with their scales (see integer.inl) at tile + i * k.
+  void (*arrange)(const void* x, Type type, int64_t stride, const Weights& w, float* tile, int rows, int i);
   // y[m * ldy + n - n0] for m < rows, n0 <= n < n1, from x arranged in the tiles that height() tells.
   // `scratch` holds scratch_floats(k) floats, 64-byte aligned. n0 is a multiple of TILE, n1 is one or the last.
   void (*multiply)(const Weights& w, int n0, int n1, const float* x, int rows, float* y, int64_t ldy, float* scratch);
