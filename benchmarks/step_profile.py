@@ -28,7 +28,8 @@ from gnomon.engine.api import Delta, Event, Failed, Finished, Request, SamplingP
 from gnomon.engine.engine import Engine, load
 from gnomon.engine.settings import Settings
 from gnomon.serve.app import create_app
-from gnomon.serve.server import bind, serving
+from gnomon.serve.listen import bind
+from gnomon.serve.server import serving
 
 CLIENT = """
 import json, sys, threading, time, http.client

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import tiny_models
+from gnomon.cli._model import starting_up
 from gnomon.deferred import defer
 
 HEAVY = ("transformers", "huggingface_hub", "torch", "mlx_lm.utils", "mlx_lm.tokenizer_utils", "mlx_lm.generate")
@@ -46,6 +48,21 @@ def test_a_first_answer_needs_little(tmp_path: Path) -> None:
     loaded = _loaded(code, str(path))
     assert "mlx_lm.models.llama" in loaded
     assert not loaded & {*HEAVY, "fastapi", "pydantic", "uvicorn", "rich", "jsonschema", "gguf"}
+
+
+def test_a_start_searches_for_no_garbage() -> None:
+    searched, before = list[bool](), gc.get_freeze_count()
+
+    def fail() -> None:
+        with starting_up():
+            searched.append(gc.isenabled())
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fail()
+    assert searched == [False]
+    assert gc.isenabled()
+    assert gc.get_freeze_count() > before
 
 
 @pytest.fixture

@@ -26,7 +26,8 @@ from gnomon.engine.engine import Engine
 from gnomon.engine.settings import Settings
 from gnomon.models.load import LoadedModel, load
 from gnomon.serve.app import create_app
-from gnomon.serve.server import bind, serve
+from gnomon.serve.listen import bind
+from gnomon.serve.server import serve
 
 
 def shallow(path: Path, directory: Path) -> Path:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
 from collections.abc import Callable
+from importlib.util import cache_from_source, find_spec
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +99,26 @@ def test_a_taken_port(look: Look) -> None:
         status, found = look("--kernels", "stock", "--port", str(port))
     assert (status, found["port"]["state"]) == (0, "note")
     assert f"127.0.0.1:{port} can't be bound" in found["port"]["found"]
+
+
+@pytest.mark.parametrize(
+    ("compiled", "writes", "state"), [(True, False, "ok"), (False, True, "ok"), (False, False, "note")]
+)
+def test_bytecode(
+    look: Look, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compiled: bool, writes: bool, state: str
+) -> None:
+    monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", not writes)
+    spec = find_spec("fastapi")
+    assert spec is not None
+    assert spec.origin is not None
+    if compiled:
+        cached = Path(cache_from_source(spec.origin))
+        cached.parent.mkdir(parents=True)
+        cached.touch()
+    _, found = look("--kernels", "stock")
+    assert found["bytecode"]["state"] == state
+    assert ("--compile-bytecode" in (found["bytecode"]["remedy"] or "")) is (state == "note")
 
 
 def test_a_missing_backend(look: Look, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,7 +67,15 @@ def test_the_targets_install_the_extras() -> None:
     for target in ("cpu", "cuda"):
         assert STAGES[target].base == "base"
         (command,) = STAGES[target].of("RUN")
-        assert shlex.split(command) == ["uv", "pip", "install", "--system", "--no-cache", f".[{target}]"]
+        assert shlex.split(command) == [
+            "uv",
+            "pip",
+            "install",
+            "--system",
+            "--no-cache",
+            "--compile-bytecode",
+            f".[{target}]",
+        ]
         (extra,) = PROJECT["optional-dependencies"][target]
         # The backend is that of the same release.
         assert extra.split(";")[0].split("==")[1].strip() in {
@@ -156,7 +164,7 @@ def test_the_install_step_gives_a_command_that_runs(tmp_path: Path) -> None:
     subprocess.run(["uv", "venv", "--quiet", "--python", sys.executable, str(home)], check=True)
     (step,) = STAGES["cpu"].of("RUN")
     # Into an environment of its own in place of the image's Python, from the machine's cache.
-    step = step.replace("--system --no-cache", f"--quiet --python {shlex.quote(str(home))}")
+    step = step.replace("--system --no-cache --compile-bytecode", f"--quiet --python {shlex.quote(str(home))}")
     subprocess.run(["sh", "-ec", step], cwd=source, check=True)
     (entry,) = BASE.of("ENTRYPOINT")
     program = home / "bin" / json.loads(entry)[0]

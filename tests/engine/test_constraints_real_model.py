@@ -135,7 +135,7 @@ def together(engine: Engine, requests: list[Request]) -> dict[str, Answer]:
     answers = {request.id: Answer() for request in requests}
     left = len(requests)
     while left:
-        event = events.get(timeout=120)
+        event = events.get(timeout=900)
         if isinstance(event, Delta):
             answers[event.request_id].text += event.text
         elif isinstance(event, ChoiceFinished):
@@ -161,6 +161,7 @@ def request(engine: Engine, name: str, seed: int, **more: Any) -> Request:
 
 @pytest.mark.slow
 @pytest.mark.network
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("rows", [1, 8])
 def test_every_form_is_kept_at_temperature_one(starter: Engine, rows: int) -> None:
     """Alone, and in batches of eight with a different grammar each. What `max_tokens` cuts off may be anything's beginning."""
@@ -181,6 +182,7 @@ def test_every_form_is_kept_at_temperature_one(starter: Engine, rows: int) -> No
 
 @pytest.mark.slow
 @pytest.mark.network
+@pytest.mark.timeout(3600)
 def test_a_stop_string_ends_a_form_early(starter: Engine) -> None:
     """What was written until then is a beginning of the form; forms in which it can't stand are met as ever."""
     met = stopped = 0

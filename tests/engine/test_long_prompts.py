@@ -80,7 +80,10 @@ def test_a_long_prompt_stays_within_the_predicted_peak() -> None:
 def test_native_kernels_keep_a_long_prompt_within_the_predicted_peak(scheme: str) -> None:
     """They hold neither scores nor what the codes stand for."""
     taken, predicted = peak(scheme)
-    assert predicted / 10 < taken <= predicted
+    assert taken <= predicted
+    if scheme != "plain":
+        # The scores of one window would be eight times as much.
+        assert taken < 2048 * LONG * HEADS * 4 / 8
 
 
 def peak(scheme: str) -> tuple[int, int]:

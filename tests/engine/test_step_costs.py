@@ -14,7 +14,7 @@ from gnomon.engine import costs
 from gnomon.engine.counters import Counters
 from gnomon.engine.heart import Heart
 from gnomon.engine.runner import Runner
-from gnomon.propose import Chance, best_depth
+from gnomon.propose import Chance, best_depth, best_depths
 
 
 @pytest.fixture
@@ -84,12 +84,15 @@ def test_costs_that_are_assumed_let_a_batch_wait_for_none() -> None:
     sure = Chance(1.0, 1.0, 16)
     none = Chance(0.0, 0.0, 0)
     curve = costs.assumed_curve(8, name="native avx2 x2")
-    # Alone: (1 + d) tokens for 1.6 + 1 + d positions, against 1 for 2.6.
+    # Alone: (1 + d) tokens for 3 + 1 + d positions, against 1 for 4.
     assert best_depth([sure], curve) == 16
     assert best_depth([Chance(1.0, 1.0, 1)], curve) == 1
-    # One of eight: 8 + d tokens for 1.6 + 8 + 8 d positions, against 8 for 9.6. All eight: 8 + 8 d for as many.
+    # One of eight: 8 + d tokens for 3 + 8 + 8 d positions, against 8 for 11. All eight: 8 + 8 d for as many.
     assert best_depth([sure, *[none] * 7], curve) == 0
     assert best_depth([sure] * 8, curve) == 16
+    # Without padding one of eight makes 8 + d for 3 + 8 + d positions. At 0.7 it is 8.7 for 12, less than 8 for 11.
+    assert best_depths([sure, *[none] * 7], curve) == [16, *[0] * 7]
+    assert best_depths([Chance(0.7, 0.9, 16), *[none] * 7], curve) == [0] * 8
     # Where a step costs 30 positions, 8 + d for 38 + 8 d is still less than 8 for 38 from d = 1 on for one, and more for two.
     card = costs.assumed_curve(8, name="native cuda x0")
     assert best_depth([sure, *[none] * 7], card) == 0

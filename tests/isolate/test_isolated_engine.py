@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ from gnomon.engine.api import (
     Request,
     Usage,
 )
-from gnomon.isolate import IsolatedEngine
+from gnomon.isolate import IsolatedEngine, life
 from gnomon.isolate.engine import Patience
 
 CHILD = [sys.executable, str(Path(__file__).with_name("stub_child.py"))]
@@ -192,6 +193,28 @@ def test_a_parent_that_stood_still_kills_no_child(make) -> None:
         assert isinstance(heard.wait()[-1], Finished)
         eventually(lambda: engine.health().state == "ok")
     assert (engine.process()["pid"], engine.process()["restarts"]) == (pid, 0)
+
+
+def test_a_wait_during_which_the_parent_stood_still_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    class Late(Future[None]):
+        paused, asked = 0.0, 0
+
+        def result(self, timeout: float | None = None) -> None:
+            nonlocal now
+            self.asked += 1
+            if self.asked == 1:
+                now += 5 + self.paused
+                raise TimeoutError
+
+    monkeypatch.setattr(life.time, "monotonic", lambda: now)
+    late = Late()
+    late.paused = 90.0
+    life.in_time(late, 5)
+    assert late.asked == 2
+    with pytest.raises(TimeoutError):
+        life.in_time(Late(), 5)
 
 
 @pytest.mark.slow

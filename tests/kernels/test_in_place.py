@@ -87,10 +87,17 @@ def walk(model: nn.Module) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "dtype"), [("llama", "float32"), ("qwen2", "float16"), ("qwen3", "bfloat16"), ("gemma3", "float32")]
+    ("model_type", "dtype", "integer"),
+    [
+        ("llama", "float32", False),
+        ("llama", "float32", True),
+        ("qwen2", "float16", False),
+        ("qwen3", "bfloat16", False),
+        ("gemma3", "float32", False),
+    ],
 )
 def test_appending_in_place_changes_no_bit(
-    native: ModuleType, calls: list[int], model_type: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+    native: ModuleType, calls: list[int], model_type: str, dtype: str, integer: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All layers as one operation, layer by layer, and with states that append themselves."""
     # Qwen 2's projections have biases.
@@ -98,7 +105,7 @@ def test_appending_in_place_changes_no_bit(
     model: Any = make(model_type, dtype)
     nn.quantize(model, 32, 4, class_predicate=lambda _, m: hasattr(m, "to_quantized") and m.weight.shape[-1] % 32 == 0)
     mx.eval(model.parameters())
-    assert "NativeTransformerBlock" in layers.swap(model, native)
+    assert "NativeTransformerBlock" in layers.swap(model, native, integer)
     apart = walk(model)
     assert {1, 2, 3, 4, 5} <= set(calls)
     taken = list(calls)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 from pathlib import Path
 from typing import Any
@@ -236,6 +237,16 @@ def test_unknown_types_point_to_the_list(directory: Path) -> None:
     _edit(directory / "config.json", model_type="gpt17")
     with pytest.raises(UnsupportedModel, match=r"gpt17 is not known .* `gnomon models --supported`"):
         load(directory)
+
+
+def test_many_files_may_be_open(directory: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+        load(directory)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (2048, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_models_own_code_is_never_run(directory: Path) -> None:

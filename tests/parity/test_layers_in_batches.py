@@ -68,7 +68,7 @@ def _settings(examples: int) -> Any:
 _walks = st.lists(actions, min_size=12, max_size=16)
 
 
-@pytest.mark.parametrize("num_rows", [2, 3, 8])
+@pytest.mark.parametrize("num_rows", [2, pytest.param(3, marks=pytest.mark.slow), 8])
 @pytest.mark.parametrize("model_type", TYPES)
 @_settings(2)
 @given(then=_walks)

@@ -101,6 +101,16 @@ def test_a_load_on_all_steps_makes_windows_no_cheaper() -> None:
     assert pace.premium == pytest.approx(1.0, rel=0.01)
 
 
+def test_a_load_that_windows_met_first_is_not_held_against_them() -> None:
+    pace = Pace()
+    for _ in range(30):
+        pace.windowed(2.0, 6.0)
+    assert pace.premium == pytest.approx(3.0, rel=0.02)
+    for _ in range(60):
+        pace.stepped(1.0, 3.0)
+    assert pace.premium == pytest.approx(1.0, rel=0.1)
+
+
 def test_an_assumed_curves_unit_is_learnt_from_plain_steps() -> None:
     pace = Pace(None)
     pace.windowed(20.0, 1e-3)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from typing import Any
 
@@ -17,19 +16,18 @@ from gnomon.isolate import run
 def make(what: Any) -> Engine:
     """The engine of a configuration, and of the model that was found for it before, if one was. Raises RuntimeError."""
     from gnomon.cli._library import find
-    from gnomon.cli._model import start_engine
+    from gnomon.cli._model import start_engine, starting_up
 
     config: Config
     found: Found | None
     config, found = what
     logs.setup(config.log)
     try:
-        engine = start_engine(config, found or find(config))
+        # As in a server of one process: what was loaded stays, and looking through it would hold up tokens.
+        with starting_up():
+            return start_engine(config, found or find(config))
     except CommandError as error:
         raise RuntimeError(str(error)) from error
-    # As in a server of one process: what was loaded stays, and looking through it would hold up tokens.
-    gc.freeze()
-    return engine
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import sys
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 from gnomon.cli._library import find, stderr
 from gnomon.cli._verbs import CommandError
 from gnomon.config import Config, ModelConfig, with_model_defaults
+from gnomon.freed import give_back
 
 if TYPE_CHECKING:
     from gnomon.chat.template import ChatTemplate
@@ -171,6 +173,21 @@ def load(config: Config) -> InProcess:
     with working(f"loading {found.id}"):
         loaded = start(config, found)
     return InProcess(loaded.engine, loaded.tokenizer, loaded.template, loaded.config.sampling)
+
+
+@contextmanager
+def starting_up() -> Generator[None]:
+    """No search for cyclic garbage meanwhile, nor ever among what was made: modules and an engine, which stay until the process ends.
+
+    At the end the C library gives back what reading files took, if it is one that keeps it (glibc).
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+        give_back()
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import socket
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -64,6 +65,28 @@ def _versions(_: Config) -> Iterator[Finding]:
         except PackageNotFoundError:
             continue
     yield Finding("versions", "ok", ", ".join(found))
+
+
+def _bytecode(_: Config) -> Iterator[Finding]:
+    from importlib.util import cache_from_source, find_spec
+
+    spec = find_spec("fastapi")
+    if spec is None or spec.origin is None:
+        return
+    cached = Path(cache_from_source(spec.origin))
+    if cached.exists():
+        yield Finding("bytecode", "ok", "modules are compiled")
+    elif sys.dont_write_bytecode or not os.access(_nearest(cached), os.W_OK):
+        remedy = "install with `uv pip install --compile-bytecode`, or unset PYTHONDONTWRITEBYTECODE"
+        yield Finding(
+            "bytecode", "note", f"every start compiles all modules again, a second or more: no {cached.parent}", remedy
+        )
+    else:
+        yield Finding("bytecode", "ok", "the first start compiles the modules")
+
+
+def _nearest(path: Path) -> Path:
+    return next(one for one in path.parents if one.exists())
 
 
 def _backend(_: Config) -> Iterator[Finding]:
@@ -239,6 +262,7 @@ def _model(config: Config) -> Iterator[Finding]:
 
 CHECKS: tuple[Callable[[Config], Iterator[Finding]], ...] = (
     _versions,
+    _bytecode,
     _backend,
     _kernels,
     _directories,

@@ -13,6 +13,9 @@ from gnomon.cli._verbs import CommandError
 from gnomon.config import SERVE, Config
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from gnomon.engine.api import Engine
     from gnomon.engine.ranks import Ranks
 
 NAME = "serve"
@@ -37,9 +40,23 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _serve_one(config: Config, bound: socket, ranks: Ranks | None) -> int:
+    from gnomon.cli._model import starting_up
+
+    with starting_up():
+        app, engine = _open(config, ranks)
+    from gnomon.serve.server import serve
+
+    try:
+        return serve(app, engine, bound, config.http, lambda: _ready(config, bound, engine.model.id))
+    finally:
+        if config.isolation.isolate:
+            # The server waits only a little: this gives the child its time to write, and kills it if it doesn't end.
+            engine.stop()
+
+
+def _open(config: Config, ranks: Ranks | None) -> tuple[FastAPI, Engine]:
     from gnomon.cli._library import find
     from gnomon.cli._model import Loaded, start, warn_of_fill, working
-    from gnomon.engine.api import Engine
 
     loaded: Loaded[Engine]
     if config.isolation.isolate:
@@ -56,7 +73,6 @@ def _serve_one(config: Config, bound: socket, ranks: Ranks | None) -> int:
             loaded = start(config, found, serving=True, ranks=ranks)
     from gnomon.cli._prompt_log import PromptLog
     from gnomon.serve.app import create_app
-    from gnomon.serve.server import serve
 
     warn_of_fill(config, loaded.template, loaded.engine.model.id)
     engine = PromptLog(loaded.engine, loaded.tokenizer) if config.log.log_prompts else loaded.engine
@@ -69,12 +85,7 @@ def _serve_one(config: Config, bound: socket, ranks: Ranks | None) -> int:
         tracer=loaded.tracer,
         fetch=config.fetch,
     )
-    try:
-        return serve(app, engine, bound, config.http, lambda: _ready(config, bound, loaded.engine.model.id))
-    finally:
-        if config.isolation.isolate:
-            # The server waits only a little: this gives the child its time to write, and kills it if it doesn't end.
-            engine.stop()
+    return app, engine
 
 
 def _serve_pool(config: Config, bound: socket) -> int:

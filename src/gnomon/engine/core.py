@@ -24,6 +24,7 @@ from gnomon.engine.served import Served, Shared
 from gnomon.engine.settings import Host, Settings
 from gnomon.engine.spans import Spans
 from gnomon.engine.speculation import Speculation
+from gnomon.freed import Freed
 from gnomon.state.batch_state import BatchState
 from gnomon.state.prefix import PrefixCache
 
@@ -94,6 +95,7 @@ class Core:
             may_join=self.may_join,
         )
         self.aside = Aside(self.runner)
+        self.freed = Freed()
         self.jobs: dict[str, Job] = {}
         """Open requests that reached this thread."""
         self.stopping = False
@@ -133,7 +135,8 @@ class Core:
             self.take_gauges()
 
     def tend(self) -> None:
-        """What belongs to no request: states on their way to and from the disk."""
+        """What belongs to no request: states on their way to and from the disk, and memory that nobody uses."""
+        self.freed.look(idle=not self.jobs)
         disk = self.reuse.disk
         if disk is not None:
             self.scheduler.waiting.extend(job for job in disk.fetched() if job.open)

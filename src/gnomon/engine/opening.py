@@ -44,7 +44,7 @@ def sections(opened: Opened, core: Core) -> dict[str, Any]:
         speculation = {"enabled": True, **guessing.stats(core.counters.active_rows)}
     return {
         **core.reuse.sections(),
-        "memory_pressure": core.pressure.stats(),
+        "memory_pressure": {**core.pressure.stats(), "given_back": core.freed.stats()},
         "speculation": speculation,
         "kernels": dict(opened.kernels.stats()),
         "kv_quant": opened.kv,

@@ -7,7 +7,8 @@
     commit            t0 .. ta are the row's tokens  (ta: correction, or the bonus when all agree)
     roll back         k - a states
 
-Asserted tokens take the place of what was drawn for them.
+Asserted tokens take the place of what was drawn for them. Rows have windows of their own lengths: flat, one behind the other, where the
+model takes that (`blocks.flat_test`), else padded to the longest.
 
 Without proposals nothing has to be known before the next forward, so the read-back runs one step behind:
 

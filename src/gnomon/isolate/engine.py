@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from itertools import count
 from multiprocessing.connection import Connection
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 from gnomon.chat.constraint import Constraint
 from gnomon.engine.api import (
@@ -37,7 +37,7 @@ from gnomon.engine.api import (
     Sink,
     TokenLogprob,
 )
-from gnomon.isolate.life import Child, Patience, Ticket, how_it_ended, tell
+from gnomon.isolate.life import AWAY, Child, Patience, Ticket, how_it_ended, in_time, tell
 from gnomon.isolate.messages import (
     Call,
     Cancel,
@@ -55,9 +55,6 @@ from gnomon.isolate.messages import (
 )
 
 log = logging.getLogger(__name__)
-
-AWAY: Final = 2.0
-"""Seconds between two looks at the child after which this process was not at work: they are a tenth of a second apart."""
 
 
 class IsolatedEngine:
@@ -148,7 +145,7 @@ class IsolatedEngine:
                 return
             reply = self._ask(child, Submit(next(self._numbers), request))
         try:
-            reply.result(self._patience.submit)
+            in_time(reply, self._patience.submit)
         except (EngineError, FutureTimeout) as error:
             with self._changed:
                 self._tickets.pop(request.id, None)

@@ -8,8 +8,11 @@ import signal
 import subprocess
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from typing import Final
 
 from gnomon.engine.api import Event, Request, Sink
 from gnomon.isolate.messages import Writer
@@ -69,6 +72,22 @@ class Child:
             if self.connection.poll():
                 return 0.0
         return time.monotonic() - self.heard
+
+
+AWAY: Final = 2.0
+"""Seconds that something took longer than it can, after which this process stood still itself: a debugger, a paused machine."""
+
+
+def in_time(reply: Future[None], seconds: float) -> None:
+    """Wait for a reply, anew if this process stood still meanwhile. Raises TimeoutError, and what the reply raises."""
+    begun = time.monotonic()
+    try:
+        reply.result(seconds)
+    except FutureTimeout:
+        if reply.done() or time.monotonic() - begun > seconds + AWAY:
+            reply.result(seconds)
+        else:
+            raise
 
 
 def how_it_ended(code: int) -> str:

@@ -21,7 +21,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from gnomon.kernels.dispatch import thread
-from gnomon.kernels.layers import Block, Linear, Norm
+from gnomon.kernels.layers import Block, Norm
+from gnomon.kernels.linear import Linear
 
 MODELS = (("llama", "LlamaModel"), ("qwen2", "Qwen2Model"), ("qwen3", "Qwen3Model"))
 """Modules of mlx-lm and their classes that embed, mask, go through `layers`, and norm."""
@@ -94,7 +95,7 @@ class Run:
             if norm is not None
         ]
         for owner, name, linear in linears:
-            watched += [(owner, name, linear.layer), (linear.layer, "weight", linear.weight)]
+            watched += [(owner, name, linear.layer), (linear.layer, linear.held, linear.weight)]
         for owner, name, norm in normed:
             watched += [(owner, name, norm.layer), (norm.layer, "weight", norm.source)]
 

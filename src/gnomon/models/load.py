@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,9 @@ __all__ = ["Binding", "LoadedModel", "ModelError", "UnsupportedModel", "load"]
 
 _TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")
+
+
+OPEN_FILES = 2048
 
 
 class ModelError(ValueError):
@@ -61,6 +65,7 @@ def load(path: str | Path, split: Callable[[nn.Module, Mapping[str, Any]], None]
     name = _module_name(path, config)
     refuse(name)
     _check_weights(path)
+    _allow_files()
     try:
         model, understood = plain.build(path, name, config, generation_config) or _converted(path)
         if split is not None:
@@ -85,6 +90,14 @@ def load(path: str | Path, split: Callable[[nn.Module, Mapping[str, Any]], None]
         generation_config=generation_config,
         binding=binding,
     )
+
+
+def _allow_files() -> None:
+    """Raise the limit of open files to what mlx-lm sets: weights that aren't read yet hold their files open, and macOS allows 256."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _converted(path: Path) -> tuple[nn.Module, dict[str, Any]]:

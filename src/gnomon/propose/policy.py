@@ -119,27 +119,31 @@ def best_depths(chances: Sequence[Chance], curve: Curve, premium: float = 1.0) -
 
 @dataclass(slots=True)
 class Pace:
-    """How the times that steps really take are to a curve's. `plain` is None while an assumed curve's unit is unknown."""
+    """How many times as long as a curve says steps really take lately. `plain` is None while an assumed curve's unit is unknown."""
 
     plain: float | None = 1.0
-    premium: float = 1.0
-    """How many times as much as it should, against plain steps, a window takes. What all steps share, as of a load or a long context,
-    is not in it."""
+    window: float = 1.0
+
+    @property
+    def premium(self) -> float:
+        """How many times as much as it should, against plain steps, a window takes. What all steps share, as of a load or a long context,
+        is not in it: plain steps that get slower make no window look cheap."""
+        return 1.0 if self.plain is None else max(1.0, self.window / self.plain)
 
     def stepped(self, expected: float, seconds: float) -> None:
         """A plain step took so long."""
         if self.plain is None:
-            self.plain = seconds / expected
-        else:
-            ratio = min(seconds / expected, MOST_OFF * self.plain)
-            self.plain = MEMORY_PLAIN * self.plain + (1 - MEMORY_PLAIN) * ratio
-        self.premium += FORGET * (1 - self.premium)
+            self.plain = self.window = seconds / expected
+            return
+        ratio = min(seconds / expected, MOST_OFF * self.plain)
+        self.plain = MEMORY_PLAIN * self.plain + (1 - MEMORY_PLAIN) * ratio
+        self.window = max(self.plain, self.window + FORGET * (self.plain - self.window))
 
     def windowed(self, expected: float, seconds: float) -> None:
         """A window took so long."""
         if self.plain is not None:
-            ratio = min(seconds / expected / self.plain, MOST_OFF * self.premium)
-            self.premium = MEMORY_WINDOW * self.premium + (1 - MEMORY_WINDOW) * ratio
+            ratio = min(seconds / expected, MOST_OFF * self.window)
+            self.window = MEMORY_WINDOW * self.window + (1 - MEMORY_WINDOW) * ratio
 
 
 def _between(known: Mapping[int, float], at: float) -> float:

@@ -35,7 +35,11 @@ def test_any_prefix_of_a_row_is_lent_where_all_layers_can_be_cut(model_type: str
 
 
 @pytest.mark.parametrize(
-    ("model_type", "dtype"), [*((model_type, "float32") for model_type in UNCUTTABLE), ("qwen3_5", "bfloat16")]
+    ("model_type", "dtype"),
+    [
+        *((model_type, "float32") for model_type in UNCUTTABLE),
+        pytest.param("qwen3_5", "bfloat16", marks=pytest.mark.slow),
+    ],
 )
 def test_checkpoints_are_lent_where_some_layer_cannot_be_cut(model_type: str, dtype: str) -> None:
     """mlx-lm's caches ran through the same windows up to the checkpoint; the row here was published on its way."""
