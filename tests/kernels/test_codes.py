@@ -185,6 +185,7 @@ def test_append_writes_the_rows_slots_and_nothing_else(extension: ModuleType, co
 def native(kernels: ModuleType) -> Iterator[ModuleType]:
     kernels.set_isa("auto")
     kernels.set_threads(2)
+    dispatch.uninstall()  # an engine of an earlier test has left those of its own build
     coded.install()
     dispatch.install(operations.ALL, kernels)
     dispatch.choose(True)

@@ -23,9 +23,9 @@ PATIENCE = 60_000
 expect.set_options(timeout=PATIENCE)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """The system's Chromium; nothing is downloaded."""
+    """The system's Chromium; nothing is downloaded. Playwright's loop runs as long, and other files' tests have their own."""
     found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if found is None:
         pytest.skip("no Chromium on this machine (Debian: apt install chromium)")
