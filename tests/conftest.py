@@ -15,7 +15,7 @@ from gnomon.hub.errors import HubError
 from gnomon.hub.store import Store
 from gnomon.models.starter import Converter
 
-_LONGEST = ("starter", "gemma", "browser")
+_LONGEST = ("starter", "gemma", "soak", "browser")
 """Groups of tests that take a worker longest, which therefore begin first."""
 
 
