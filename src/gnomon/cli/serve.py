@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import sys
 from importlib import import_module
 from socket import socket
@@ -89,13 +88,13 @@ def _open(config: Config, ranks: Ranks | None) -> tuple[FastAPI, Engine]:
 
 
 def _serve_pool(config: Config, bound: socket) -> int:
-    from gnomon.cli._model import tracer_of, working
+    from gnomon.cli._model import starting_up, tracer_of, working
     from gnomon.cli._pooled import start_pool
     from gnomon.serve.app import create_app
     from gnomon.serve.server import serve
 
     tracer = tracer_of(config)
-    with working("looking for models, and loading the first in its own process"):
+    with starting_up(), working("looking for models, and loading the first in its own process"):
         pool, voice = start_pool(config)
     served = pool.model.id
     more = len(pool.entries()) - 1
@@ -121,8 +120,6 @@ def _ready(config: Config, bound: socket, served: str) -> None:
     from gnomon.serve.listen import address_of
     from gnomon.serve.services import VERSION
 
-    # A collection that goes through what was loaded takes a tenth of a second, in which no token is sent.
-    gc.freeze()
     address = address_of(bound)
     print(f"Gnomon {VERSION} serves {served} at {address}", flush=True)
     if _on_terminal() and not config.http.no_open and not config.http.unix:
