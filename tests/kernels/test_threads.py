@@ -125,6 +125,7 @@ def layers(e: ModuleType) -> list[mx.array]:
 
         own = (norm, 1e-5, q, k, v, o, one, one, form)
         made += e.attention_layer(x, *own, at, None, 0.1, *room(), norm, 1e-5, x)
+        made += e.attention_layer(x, *own, at, None, 0.1, *room(), norm, 1e-5, x, [640, 300, 5, 0])
         blocks = e.Blocks()
         for _ in range(2):
             blocks.add(*own, None, 0.1, norm, 1e-5, norm, 1e-5, *mlp)

@@ -114,6 +114,14 @@ class Rotation:
         return None
 
 
+def _buffers(cache: Any, mask: Any) -> tuple[tuple[mx.array, mx.array] | None, tuple[int, ...]]:
+    """A state's buffers to append to and attend to where they lie, if it has them for this mask, and the numbers of their ring or ()."""
+    if hasattr(cache, "in_place"):
+        return cache.in_place(mask), ()
+    ring = cache.ring_in_place(mask) if hasattr(cache, "ring_in_place") else None
+    return (None, ()) if ring is None else ((ring.keys, ring.values), ring.numbers)
+
+
 @dataclass(slots=True)
 class Attention:
     """A swapped attention layer. `rotation` None leaves turning to the layer's own rope module."""
@@ -150,7 +158,7 @@ class Attention:
         ):
             raise Stale
         e, rotation = self.extension, self.rotation
-        buffers = cache.in_place(mask) if rotation is not None and hasattr(cache, "in_place") else None
+        buffers, ring = _buffers(cache, mask) if rotation is not None else (None, ())
         if buffers is not None and rotation is not None and buffers[0].dtype == buffers[1].dtype == x.dtype:
             y, keys, values = e.attention_layer(
                 x,
@@ -170,6 +178,7 @@ class Attention:
                 after and after.weight,
                 after.eps if after else 0.0,
                 residual,
+                ring,
             )
             cache.appended(keys, values)
             return y
