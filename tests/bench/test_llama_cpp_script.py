@@ -123,10 +123,10 @@ def test_the_report_runs_the_binary_that_is_given(tmp_path: Path) -> None:
 def test_a_gguf_file_of_mlx_weights_holds_their_numbers(group: int) -> None:
     script = module("mlx_to_gguf")
     packed = mx.quantize(mx.random.normal((6, 128), key=mx.random.key(group)), group, 4)
-    rounded = [part if part.dtype == mx.uint32 else part.astype(mx.float16).astype(mx.float32) for part in packed]
+    scales, biases = (part.astype(mx.float16).astype(mx.float32) for part in packed[1:])
     rows = script.q4_1(*packed)
     found = quants.dequantize(rows, GGMLQuantizationType.Q4_1)
-    assert np.allclose(found, np.array(mx.dequantize(*rounded, group, 4)), rtol=0, atol=1e-7)
+    assert np.allclose(found, np.array(mx.dequantize(packed[0], scales, biases, group, 4)), rtol=0, atol=1e-7)
 
 
 def test_rows_of_a_head_are_put_in_the_order_of_rotated_pairs() -> None:

@@ -48,7 +48,10 @@ def experts(e: ModuleType) -> list[mx.array]:
     dense, x = random(4, 300, 512), random(20, 1, 1, 512, seed=1)
     chosen = mx.array(np.random.default_rng(0).integers(0, 4, (20, 2)))
     made = [e.gather_qmm(x, *w, None, chosen, GROUP, BITS, integer) for integer in (False, True)]
-    return [*made, e.gather_mm(x, dense.swapaxes(-1, -2), None, chosen)]
+    down = e.Projection(random(4, 512, 300, seed=2), None, None, None, 0, 0)
+    stacks = [e.Projection(*w, None, GROUP, BITS)] * 2
+    block = e.experts(x[:, 0, 0], None, 0.0, projection(e, 4, 512, 5), *stacks, down, 2, True, SILU, True)
+    return [*made, e.gather_mm(x, dense.swapaxes(-1, -2), None, chosen), block]
 
 
 def rows(e: ModuleType) -> list[mx.array]:

@@ -22,7 +22,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from gnomon.kernels.dispatch import thread
-from gnomon.kernels.layers import Block, Norm
+from gnomon.kernels.layers import MLP, Block, Norm
 from gnomon.kernels.linear import Linear
 
 
@@ -72,15 +72,21 @@ class Run:
     def covers(layers: Sequence[Any]) -> bool:
         """Whether all are swapped blocks of one type whose attention appends in place."""
         found = (getattr(layer, "fused", None) for layer in layers)
-        blocks = [block for block in found if isinstance(block, Block) and block.attention.rotation is not None]
+        blocks = [
+            block
+            for block in found
+            if isinstance(block, Block) and isinstance(block.mlp, MLP) and block.attention.rotation is not None
+        ]
         return 0 < len(blocks) == len(layers) and len({block.mlp.dtype for block in blocks}) == 1
 
     def _add(self, layer: Any, watched: list[tuple[Any, str, object]]) -> None:
         block: Block = layer.fused
         own, mlp, norms = block.attention, block.mlp, block.norms
         rotation = own.rotation
-        if rotation is None:
-            raise ValueError("an attention without a rotation of its own doesn't append in place")
+        if rotation is None or not isinstance(mlp, MLP):
+            raise ValueError(
+                "an attention without a rotation of its own doesn't append in place, experts aren't one MLP"
+            )
         before, before_mlp = norms[0][1], norms[2 if block.after else 1][1]
         after, after_mlp = (norms[1][1], norms[3][1]) if block.after else (None, None)
 
