@@ -9,6 +9,7 @@ made here. Inside a native step the subclass issues
     gated_mlp        norm, gate, up, activation, down, norm, residual                 instead of 8
     gated            activation and product between experts' projections              instead of 2
     experts          norm, router, choice, experts, weighted sum, residual            instead of about 20
+    delta_mixer      projections, convolution, gates, gated delta rule, gated norm    instead of about 25
 
 with the same bits as the unfused kernels give: every step rounds to the activations' type. Weights that are multiplied in whole numbers are
 laid out for that first, layer by layer (`tiles`). A layer whose submodules are not what was
@@ -32,7 +33,7 @@ from gnomon.kernels.dispatch import thread
 from gnomon.kernels.experts import Experts
 from gnomon.kernels.linear import Linear, NativeQuantizedEmbedding, linear_forward
 from gnomon.kernels.quantized_matmul import FLOATS, why_not
-from gnomon.kernels.recurrent import gated_delta_net
+from gnomon.kernels.recurrent import Mixer
 from gnomon.kernels.rope import offset_array
 from gnomon.kernels.tiles import tile
 
@@ -52,12 +53,13 @@ class Family:
     block: str | None = None
     mixer: str | None = None
     experts: str | None = None
+    rest: str | None = None  # blocks of which the MLP with its norm and residual alone is swapped
     activation: int = SILU
     norm: NormKind = "plain"
     after: bool = False  # norms after attention and MLP, as Gemma has them
 
 
-ROLES = ("attention", "mlp", "mixer", "experts", "block")
+ROLES = ("attention", "mlp", "mixer", "experts", "block", "rest")
 
 FAMILIES = (
     Family("llama", "Attention", "MLP", "TransformerBlock"),
@@ -65,10 +67,10 @@ FAMILIES = (
     Family("qwen3", "Attention", "MLP", "TransformerBlock"),
     Family("qwen3_moe", "Attention", "MLP", "Qwen3MoeDecoderLayer", experts="Qwen3MoeSparseMoeBlock"),
     Family("qwen3_next", None, "Qwen3NextMLP", None),
-    Family("qwen3_5", mixer="GatedDeltaNet"),
+    Family("qwen3_5", mixer="GatedDeltaNet", rest="DecoderLayer"),
     Family("gemma2", mlp="MLP", activation=GELU_TANH),
     Family("gemma4_text", mlp="MLP", activation=GELU_TANH),
-    Family("gemma3_text", "Attention", "MLP", "TransformerBlock", None, None, GELU_TANH, "plus one", True),
+    Family("gemma3_text", "Attention", "MLP", "TransformerBlock", activation=GELU_TANH, norm="plus one", after=True),
 )
 
 
@@ -376,6 +378,39 @@ def _block(layer: Any, family: Family, owner: ModuleType) -> Block | None:
     return Block(own, mlp, made, family.after)
 
 
+@dataclass(slots=True)
+class Rest:
+    """A swapped block from behind its mixer or attention on."""
+
+    norm: Norm
+    mlp: MLP | SwappedExperts
+
+
+def _rest(layer: Any) -> Rest | None:
+    mlp, norm = getattr(layer.mlp, "fused", None), layer.get("post_attention_layernorm")
+    if not isinstance(mlp, MLP | SwappedExperts) or type(norm) is not nn.RMSNorm or norm["weight"].dtype != mlp.dtype:
+        return None
+    return Rest(Norm(norm, "plain"), mlp)
+
+
+def _rest_forward(own: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        fused = self.fused
+        # The mixer advances its cache, so whether all is current is asked first.
+        if (
+            thread.active
+            and x.dtype == fused.mlp.dtype
+            and fused.norm.current(self.post_attention_layernorm)
+            and fused.mlp.is_current(self.mlp)
+        ):
+            mixer = self.linear_attn if self.is_linear else self.self_attn
+            h = x + mixer(self.input_layernorm(x), mask, cache)
+            return fused.mlp.run(self.mlp, h, fused.norm, None, True)
+        return own(self, x, mask, cache)
+
+    return __call__
+
+
 def _mixer_forward(own: Callable[..., mx.array]) -> Callable[..., mx.array]:
     def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         if (
@@ -385,7 +420,7 @@ def _mixer_forward(own: Callable[..., mx.array]) -> Callable[..., mx.array]:
             and self.sharding_group is None
             and "bias" not in self.conv1d
         ):
-            return gated_delta_net(self, self.fused, x, mask, cache)
+            return self.fused.run(self, x, mask, cache)
         return own(self, x, mask, cache)
 
     return __call__
@@ -434,7 +469,9 @@ def swap(model: nn.Module, extension: ModuleType, integer: bool = False) -> dict
             if role == "attention":
                 fused, forward = _attention(layer, family, owner, extension, integer), _attention_forward
             elif role == "mixer":
-                fused, forward = extension, _mixer_forward
+                fused, forward = Mixer.of(layer, extension, integer), _mixer_forward
+            elif role == "rest":
+                fused, forward = _rest(layer), _rest_forward
             elif role == "experts":
                 fused, forward = SwappedExperts.of(layer, extension, integer), _mlp_forward
             elif role == "mlp":

@@ -78,6 +78,8 @@ NB_MODULE(gnomon_kernels, m) {
            "after_eps"_a, "mlp_norm"_a.none(), "mlp_eps"_a, "gate"_a, "up"_a, "down"_a, "activation"_a, "mlp_after"_a.none(), "mlp_after_eps"_a);
   m.def("run_blocks", &gnomon::run_blocks, "blocks"_a, "x"_a, "starts"_a, "buffers"_a, "before"_a.none(), "homes"_a = std::vector<int>{},
         "rings"_a = std::vector<std::vector<int>>{}, "stream"_a = nb::none());
+  m.def("delta_mixer", &gnomon::delta_mixer, "x"_a, "qkv"_a, "z"_a, "b"_a, "a"_a, "conv"_a, "a_log"_a, "dt_bias"_a, "norm"_a, "k_heads"_a, "v_heads"_a, "norm_eps"_a, "before"_a.none(),
+        "state"_a.none(), "counts"_a.none(), "stream"_a = nb::none());
   m.def("heads", &gnomon::heads, "x"_a, "norm"_a.none(), "eps"_a, "q"_a, "k"_a, "v"_a, "q_norm"_a.none(), "k_norm"_a.none(), "form"_a, "offset"_a.none(), "freqs"_a.none(),
         "stream"_a = nb::none());
   m.def("attention_layer", &gnomon::attention_layer, "x"_a, "norm"_a.none(), "eps"_a, "q"_a, "k"_a, "v"_a, "o"_a, "q_norm"_a.none(), "k_norm"_a.none(), "form"_a, "offset"_a, "freqs"_a.none(),
