@@ -37,7 +37,7 @@ from gnomon.kernels.recurrent import Mixer
 from gnomon.kernels.rope import offset_array
 from gnomon.kernels.tiles import tile
 
-SILU, GELU_TANH, GELU_ERF = range(3)
+SILU, GELU_TANH, GELU_ERF, SIGMOID = range(4)
 """Numbers of the activations in the extension."""
 
 NormKind = Literal["plain", "plus one"]
@@ -57,6 +57,7 @@ class Family:
     activation: int = SILU
     norm: NormKind = "plain"
     after: bool = False  # norms after attention and MLP, as Gemma has them
+    gated: bool = False  # attention's outputs are multiplied by a sigmoid, whose inputs come with the queries
 
 
 ROLES = ("attention", "mlp", "mixer", "experts", "block", "rest")
@@ -66,7 +67,7 @@ FAMILIES = (
     Family("qwen2", "Attention", "MLP", "TransformerBlock"),
     Family("qwen3", "Attention", "MLP", "TransformerBlock"),
     Family("qwen3_moe", "Attention", "MLP", "Qwen3MoeDecoderLayer", experts="Qwen3MoeSparseMoeBlock"),
-    Family("qwen3_next", None, "Qwen3NextMLP", None),
+    Family("qwen3_next", "Qwen3NextAttention", "Qwen3NextMLP", None, gated=True),
     Family("qwen3_5", mixer="GatedDeltaNet", rest="DecoderLayer"),
     Family("gemma2", mlp="MLP", activation=GELU_TANH),
     Family("gemma4_text", mlp="MLP", activation=GELU_TANH),
@@ -141,6 +142,7 @@ class Attention:
     form: Any
     extension: ModuleType = field(repr=False)
     dtype: mx.Dtype = mx.float32
+    gated: bool = False
 
     def run(
         self,
@@ -187,6 +189,8 @@ class Attention:
             )
             cache.appended(keys, values)
             return y
+        if self.gated:
+            return self._apart(layer, x, mask, cache)
         offset = cache.offset if cache is not None else 0
         q, k, v = e.heads(
             x,
@@ -208,6 +212,20 @@ class Attention:
         y = scaled_dot_product_attention(q, k, v, cache=cache, scale=layer.scale, mask=mask)
         y = y.transpose(0, 2, 1, 3).reshape(x.shape[0], x.shape[1], -1)
         return e.project(y, self.o.projection, after and after.weight, after.eps if after else 0.0, residual)
+
+    def _apart(self, layer: Any, x: mx.array, mask: Any, cache: Any) -> mx.array:
+        """A gated layer by its own parts, with the bits that it has where it appends in place."""
+        batch, length = x.shape[:2]
+        q, gate = mx.split(layer.q_proj(x).reshape(batch, length, layer.num_attention_heads, -1), 2, axis=-1)
+        k, v = (a.reshape(batch, length, layer.num_key_value_heads, -1) for a in (layer.k_proj(x), layer.v_proj(x)))
+        q, k, v = (a.transpose(0, 2, 1, 3) for a in (layer.q_norm(q), layer.k_norm(k), v))
+        offset = cache.offset if cache is not None else 0
+        q, k = layer.rope(q, offset=offset), layer.rope(k, offset=offset)
+        if cache is not None:
+            k, v = cache.update_and_fetch(k, v)
+        y = scaled_dot_product_attention(q, k, v, cache=cache, scale=layer.scale, mask=mask)
+        y = y.transpose(0, 2, 1, 3).reshape(batch, length, -1)
+        return layer.o_proj(self.extension.gated(gate.reshape(y.shape), y, SIGMOID))
 
 
 @dataclass(slots=True)
@@ -344,10 +362,15 @@ def _attention(layer: Any, family: Family, owner: ModuleType, extension: ModuleT
     if len(types) != 1:
         return None
     rotation = Rotation.of(layer.rope)
+    if family.gated and rotation is None:
+        return None
     eps = next((n.eps for n in norms if n is not None), 0.0)
     turn = (rotation.dims, rotation.traditional, rotation.base, rotation.scale) if rotation else (0, False, 1.0, 1.0)
-    form = extension.HeadForm(layer.n_heads, layer.n_kv_heads, eps, *turn)
-    return Attention(q, k, v, o, norms[0], norms[1], rotation, form, extension, q.dtype)
+    heads = (
+        (layer.num_attention_heads, layer.num_key_value_heads) if family.gated else (layer.n_heads, layer.n_kv_heads)
+    )
+    form = extension.HeadForm(*heads, eps, *turn, family.gated)
+    return Attention(q, k, v, o, norms[0], norms[1], rotation, form, extension, q.dtype, family.gated)
 
 
 def _mlp(layer: Any, family: Family, extension: ModuleType, integer: bool) -> MLP | None:

@@ -58,10 +58,10 @@ NB_MODULE(gnomon_kernels, m) {
   if (nb::handle known = nb::type<HeadForm>(); known.is_valid()) m.attr("HeadForm") = known;
   else nb::class_<HeadForm>(m, "HeadForm")
       .def("__init__",
-           [](HeadForm* self, int q_heads, int k_heads, float norm_eps, int rope_dims, bool traditional, float base, float scale) {
-             new (self) HeadForm{q_heads, k_heads, norm_eps, rope_dims, traditional, base, scale};
+           [](HeadForm* self, int q_heads, int k_heads, float norm_eps, int rope_dims, bool traditional, float base, float scale, bool gated) {
+             new (self) HeadForm{q_heads, k_heads, norm_eps, rope_dims, traditional, base, scale, gated};
            },
-           "q_heads"_a, "k_heads"_a, "norm_eps"_a, "rope_dims"_a, "traditional"_a, "base"_a, "scale"_a);
+           "q_heads"_a, "k_heads"_a, "norm_eps"_a, "rope_dims"_a, "traditional"_a, "base"_a, "scale"_a, "gated"_a = false);
   using gnomon::CodesForm;
   if (nb::handle known = nb::type<CodesForm>(); known.is_valid()) m.attr("CodesForm") = known;
   else nb::class_<CodesForm>(m, "CodesForm")
