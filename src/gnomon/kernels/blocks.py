@@ -1,4 +1,4 @@
-"""All blocks of a model as one operation of a step, where every layer's state is plain keys and values.
+"""All blocks of a model as one operation of a step, where every layer's state is keys and values in buffers or in pages, plain or coded.
 
     embed            1
     run_blocks       for all layers: the attention layer and the MLP of `layers`, with the same bits
@@ -20,6 +20,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from gnomon.kernels.codes import Codes
 from gnomon.kernels.dispatch import thread
 from gnomon.kernels.layers import Block, Norm
 from gnomon.kernels.linear import Linear
@@ -44,6 +45,7 @@ class Run:
         self._owners = [owner for owner, _, _ in watched]
         self._names = [name for _, name, _ in watched]
         self._parts = [part for _, _, part in watched]
+        self._forms: dict[tuple[Codes, Codes], tuple[Any, Any] | None] = {}
 
     @staticmethod
     def covers(layers: Sequence[Any]) -> bool:
@@ -131,27 +133,55 @@ class Run:
         if h.ndim != 3 or h.dtype != self.dtype or len(caches) != len(self.layers):
             return None
         buffers: list[mx.array] = []
+        forms: list[tuple[Any, Any] | None] = []
         for cache in caches:
             # A state of this kind hides later positions and no others.
-            pair = cache.in_place("causal", settled=False) if hasattr(cache, "appends") else None
+            pair = cache.open_buffers() if hasattr(cache, "open_buffers") else None
             if pair is None:
                 return None
             buffers += pair
+            codes = cache.codes
+            if codes is not None:
+                form = self._form(codes)
+                if form is None:
+                    return None
+                forms += [None] * (len(buffers) // 2 - 1 - len(forms))
+                forms.append(form)
+        if forms:
+            forms += [None] * (len(caches) - len(forms))
         if not self.is_current(layers):
             return None
         before = caches[0].appending
         if any(cache.appending is not before for cache in caches):
             # Some were copied since: each says for itself what it waits for.
-            buffers, before = [array for cache in caches for array in cache.in_place("causal")], None
+            buffers, before = [array for cache in caches for array in cache.open_buffers(settled=True)], None
         rows = caches[0].rows
         starts, homes = (rows.flat_positions, rows.homes) if rows.is_flat else (rows.lengths, [])
-        made = self.extension.run_blocks(self.blocks, h, starts, buffers, before, homes)
+        pages = caches[0].pages
+        made = self.extension.run_blocks(
+            self.blocks,
+            h,
+            starts,
+            buffers,
+            before,
+            homes,
+            forms,
+            None if pages is None else self.extension.Pages(*pages),
+        )
         if made is None:
             return None
         y, appending = made
         for cache in caches:
             cache.appends(appending)
         return y
+
+    def _form(self, codes: tuple[Codes, Codes]) -> tuple[Any, Any] | None:
+        """How the extension reads keys and values of these codes; None if it can't."""
+        if codes not in self._forms:
+            keys, values = codes
+            is_covered = keys.is_covered and values.is_covered
+            self._forms[codes] = (keys.form(self.extension), values.form(self.extension)) if is_covered else None
+        return self._forms[codes]
 
 
 def _forward(own: Callable[..., mx.array]) -> Callable[..., mx.array]:

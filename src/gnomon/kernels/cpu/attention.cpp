@@ -47,7 +47,7 @@ const float* block_of(const AttentionJob& j, const Table& t, Head x, int b, int 
   if (x.codes) {
     pitch = dp;
     for (int i = 0; i < some; i += together ? some : 1)
-      t.decode_codes(*x.codes, reinterpret_cast<const uint8_t*>(x.at(b, h, j.slot(b, from + i))), x.position * 4, together ? some : 1, c0, dp, room + static_cast<size_t>(i) * dp, dp);
+      t.decode_codes(*x.codes, reinterpret_cast<const uint8_t*>(x.at(row, h, j.slot(b, from + i))), x.position * 4, together ? some : 1, c0, dp, room + static_cast<size_t>(i) * dp, dp);
     return room;
   }
   x.data += c0 * x.step * static_cast<int64_t>(type_size(x.type));
