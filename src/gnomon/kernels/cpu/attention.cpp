@@ -38,12 +38,23 @@ Range visible(const AttentionJob& j, int b, int h, int i, float* added) {
   return low < high ? Range{low, high} : Range{0, 0};
 }
 
+// Whether keys [from, from + some) lie one behind the other.
+bool lie_together(const AttentionJob& j, int b, int from, int some) {
+  bool together = true;
+  for (int i = 1; j.order && together && i < some; i++) together = j.slot(b, from + i) == j.slot(b, from) + i;
+  return together;
+}
+
+// The codes of key `from`, if those of [from, from + some) lie one behind the other.
+const uint8_t* codes_of(const AttentionJob& j, const Head& x, int b, int h, int from, int some) {
+  return x.codes && lie_together(j, b, from, some) ? reinterpret_cast<const uint8_t*>(x.at(j.home(b), h, j.slot(b, from))) : nullptr;
+}
+
 // Columns [c0, c0 + d) of keys [from, from + some) as floats.
 const float* block_of(const AttentionJob& j, const Table& t, Head x, int b, int h, int from, int some, int c0, int d, float* room, int64_t& pitch) {
   const int dp = (d + 15) / 16 * 16;
-  bool together = true;
+  const bool together = lie_together(j, b, from, some);
   const int row = j.home(b);
-  for (int i = 1; j.order && together && i < some; i++) together = j.slot(b, from + i) == j.slot(b, from) + i;
   if (x.codes) {
     pitch = dp;
     for (int i = 0; i < some; i += together ? some : 1)
@@ -109,6 +120,10 @@ struct Group {
       while (first < last && (range[first].high <= k0 || range[first].low >= k0 + some)) first++;
       while (last > first && (range[last - 1].high <= k0 || range[last - 1].low >= k0 + some)) last--;
       if (first == last) continue;
+      if (const uint8_t* codes = codes_of(j, j.k, b, hk, k0, some)) {
+        t.scores_of_codes(*j.k.codes, codes, j.k.position * 4, some, q + static_cast<size_t>(first) * dp, dp, last - first, j.scale, s + first * lds + k0, lds, room);
+        continue;
+      }
       int64_t pitch;
       const float* keys = block_of(j, t, j.k, b, hk, k0, some, 0, j.d, room, pitch);
       t.scores(q + static_cast<size_t>(first) * dp, dp, last - first, keys, pitch, some, dp, j.scale, s + first * lds + k0, lds);
@@ -140,6 +155,7 @@ struct Group {
       const int some = std::min(BLOCK_OF_KEYS, high - k0);
       int64_t pitch = 0;
       const float* block = nullptr;
+      const uint8_t* codes = codes_of(j, j.v, b, hk, k0, some);
       for (int r = 0; r < rows;) {
         const int l = std::max(range[r].low, k0), h = std::min(range[r].high, k0 + some);
         if (l >= h) {
@@ -148,6 +164,11 @@ struct Group {
         }
         int same = 1;  // rows beside it that see the same part of the block
         while (r + same < rows && std::max(range[r + same].low, k0) == l && std::min(range[r + same].high, k0 + some) == h) same++;
+        if (codes && !block &&
+            t.weigh_codes(*j.v.codes, codes + (l - k0) * j.v.position * 4, j.v.position * 4, h - l, c0, wide, s + r * lds + l, lds, same, o + static_cast<size_t>(r) * dvp + c0, dvp)) {
+          r += same;
+          continue;
+        }
         if (!block) block = block_of(j, t, j.v, b, hk, k0, some, c0, c1 - c0, room, pitch);
         t.weigh(s + r * lds + l, lds, same, block + (l - k0) * pitch, pitch, h - l, wide, o + static_cast<size_t>(r) * dvp + c0, dvp);
         r += same;
