@@ -15,6 +15,7 @@ from gnomon.models.bindings import bind
 from gnomon.state.batch_state import BatchState
 from gnomon.state.codecs import Affine, Codec, Coding, Turbo
 from gnomon.state.full import FullLayer
+from gnomon.state.paged.arrays import Layout, PageArrays
 from gnomon.state.paged.pool import PagePool
 from kernels.oracle import bits_of
 from tiny_models import CONFIGS, VOCAB_SIZE, make
@@ -186,6 +187,27 @@ def test_one_operation_takes_codes_and_pages(
         if pool is not None:
             pool.check_integrity()
             assert not any(mx.any(array[:, 0] != 0).item() for layer in pool.layers for array in layer.lying())
+
+
+def test_layers_of_their_own_find_keys_in_their_pages(native: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of experts' models, which run layer by layer: nothing is gathered, and the bits are those of buffers."""
+    coded.install()
+    model: Any = make("qwen3_moe", "float32")
+    assert "NativeAttention" in layers.swap(model, native)
+    expected = walk(model)
+    own = PageArrays.read
+    runs: list[int] = []
+
+    def read(self: PageArrays, layout: Layout) -> tuple[mx.array, mx.array]:
+        assert layout.run is not None
+        runs.append(layout.run)
+        return own(self, layout)
+
+    monkeypatch.setattr(PageArrays, "read", read)
+    found = walk(model, pages=PagePool(len(model.layers)))
+    assert runs
+    for mine, theirs in zip(found, expected, strict=True):
+        assert (mine == theirs).all()
 
 
 @pytest.mark.parametrize(

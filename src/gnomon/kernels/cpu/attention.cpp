@@ -293,7 +293,8 @@ class Attention : public Native {
     flags.col_contiguous = out.size() <= 1 || (dv == 1 && heads * length * out.shape(0) <= 1);
     out.set_data(mx::allocator::malloc(out.nbytes()), out.size(), strides, flags);
     if (out.size() == 0) return;
-    AttentionJob j{Head(q), Head(k), Head(v), q.shape(0), q.shape(1), k.shape(1), q.shape(2), k.shape(2), q.shape(3), v.shape(3), scale_, kind_, window_};
+    const int keys = order_ ? in.back().shape(1) : k.shape(2);
+    AttentionJob j{Head(q), Head(k), Head(v), q.shape(0), q.shape(1), k.shape(1), q.shape(2), keys, q.shape(3), v.shape(3), scale_, kind_, window_};
     AttentionInputs rest(in, 3, kind_, starts_, sinks_, order_, j);
     j.out = out.data<char>();
     j.out_type = type_of(out.dtype());
@@ -315,7 +316,8 @@ mx::array attention(const mx::array& q, const mx::array& k, const mx::array& v, 
                     mx::StreamOrDevice s) {
   auto stream = mx::to_stream(s);
   std::vector<mx::array> in{q, k, v};
-  AttentionInputs::push(in, {q.shape(0), q.shape(1), q.shape(2), k.shape(2)}, kind, mask, starts, sinks, order, stream);
+  const int keys = order && kind < MASK_BOOLEAN ? order->shape(-1) : k.shape(2);
+  AttentionInputs::push(in, {q.shape(0), q.shape(1), q.shape(2), keys}, kind, mask, starts, sinks, order, stream);
   auto shape = q.shape();
   shape.back() = v.shape(-1);
   return mx::array(std::move(shape), q.dtype(), std::make_shared<Attention>(stream, scale, kind, window, starts.has_value(), sinks.has_value(), order.has_value()), std::move(in));

@@ -60,7 +60,7 @@ class AttentionInputs {
 
 // softmax(scale * q k^T + mask) v for q [B, Hq, L, D], k [B, Hk, S, D], v [B, Hk, S, Dv]; a row that sees no key gives zeros.
 // `order` [B, S] or [1, S], a permutation in each row, is the order in which keys are added up: the c-th one is k[b, :, order[b, c]]. Causal masks
-// count in that order; arrays of masks lie as the keys do.
+// count in that order; arrays of masks lie as the keys do. Without such an array an order may be shorter, or longer: it names the keys that there are.
 mx::array attention(const mx::array& q, const mx::array& k, const mx::array& v, float scale, int kind, const std::optional<mx::array>& mask,
                     const std::optional<mx::array>& starts, int window, const std::optional<mx::array>& sinks, const std::optional<mx::array>& order,
                     mx::StreamOrDevice s);

@@ -7,7 +7,7 @@ from functools import partial
 
 import mlx.core as mx
 
-from gnomon.kernels import dispatch
+from gnomon.kernels import attention, dispatch
 from gnomon.kernels.coded import Mask, View
 from gnomon.state.codecs.codec import Codec, Fetched
 from gnomon.state.full import full_mask, hides_only_later
@@ -69,6 +69,22 @@ class PagedLayer(LayerState):
             self._fetched = self._views(codec, keys, values)
         return self._fetched
 
+    def update_and_view(self, keys: mx.array, values: mx.array) -> tuple[Held, Held]:
+        """`update_and_fetch` for who attends to views as well as to arrays: a kernel finds plain keys and values in their pages."""
+        rows = self.rows
+        is_read = self.codec is None and dispatch.thread.active and not rows.is_flat
+        layout = self._layout(range(rows.num_rows))
+        if not is_read or layout.run is not None:
+            return self.update_and_fetch(keys, values)
+        self.table.pool.write(self.number, self.table.writing, keys, values)
+        shape = rows.num_rows, keys.shape[1], layout.end
+        attend = self._attend_plain
+        self._fetched = (
+            View(attend, (*shape, keys.shape[3]), keys.dtype),
+            View(attend, (*shape, values.shape[3]), values.dtype),
+        )
+        return self._fetched
+
     def keys_and_values(self) -> tuple[Held, Held]:
         """What the last append returned, for layers that share this one's keys."""
         if self._fetched is None:
@@ -105,6 +121,20 @@ class PagedLayer(LayerState):
             attend = partial(_attend_apart, codec, Fetched(*self._read(coded), *dims), coded, keys, values)
         shape = rows.num_rows, keys.shape[1], self._layout(coded).end
         return View(attend, (*shape, dims[0]), keys.dtype), View(attend, (*shape, dims[1]), keys.dtype)
+
+    def _attend_plain(self, queries: mx.array, scale: float, mask: Mask, sinks: mx.array | None) -> mx.array:
+        """All rows attend to what is held, as `_attend_coded`."""
+        rows = self.rows
+        layout = self._layout(range(rows.num_rows))
+        if hides_only_later(rows, self.mask_ndim, mask):
+            slots = self._arrays.slots(rows.num_rows)
+            made = attention.over_slots(
+                queries, *slots, scale=scale, sinks=sinks, starts=rows.offsets, order=layout.slots
+            )
+            if made is not None:
+                return made
+        held = self._arrays.read(layout)
+        return mx.fast.scaled_dot_product_attention(queries, *held, scale=scale, mask=mask, sinks=sinks)
 
     def _attend_coded(
         self,
