@@ -6,7 +6,7 @@ uv run python benchmarks/kv_codecs.py MODEL [--out FOLDER] [--data FILE] [--sche
 A cell is a scheme, a context, and of speed a pair; several processes may share them (benchmarks/cells.py), and each ends with a table of
 all that is there. Quality is `gnomon eval`'s divergence: all positions of a text behind its first step of 64 tokens (which attends to
 plain keys and values under every codec), in steps of 64, over `--rows` texts. Speed: prefill of a text in windows of the engine's
-default chunk, then decoding; ratios are plain time over the codec's, median of pairs.
+default chunk, then decoding by turns; ratios are plain time over the codec's, median of pairs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from gnomon.models.load import LoadedModel, load
 from gnomon.state.batch_state import BatchState
 
 STEP = 64
-DECODED = 32
+DECODED = 48
 SCHEMES = "turbo:k8v3,8,4,turbo:k8v4,turbo:k8v8,turbo:k4v3,turbo:k8v2,turbo:k4v2"
 """The default of `turbo` and the affine ones first."""
 
@@ -86,32 +86,35 @@ def quality(plain: Side, coded: Mapping[str, Side], rows: Sequence[Sequence[int]
     return {name: {**asdict(summary), "kl": summary.mean.value} for name, summary in summaries.items()}
 
 
-def timed(side: Side, row: Sequence[int], chunk: int) -> tuple[float, float, int]:
-    """Seconds of prefill, seconds per decoded token, and bytes held at the end."""
+def prefilled(side: Side, row: Sequence[int], chunk: int) -> tuple[BatchState, float]:
+    """The state of all tokens but the last, and the seconds that took."""
     state, width = side.state(), side.workspace.chunk(chunk, len(row))
     begun = time.perf_counter()
     for start in range(0, len(row) - 1, width):
         side.forward(state, row[start : min(start + width, len(row) - 1)])
-    prefilled = time.perf_counter()
-    token = row[-1]
-    for _ in range(DECODED):
-        token = int(mx.argmax(side.forward(state, [token])[0, -1]).item())
-    ended = time.perf_counter()
-    return prefilled - begun, (ended - prefilled) / DECODED, state.nbytes()
+    return state, time.perf_counter() - begun
 
 
 def speed(plain: Side, coded: Side, row: Sequence[int], pair: int, chunk: int) -> dict[str, Any]:
-    """One pair; who goes first alternates. Ratios above 1 are gains of the codec."""
-    sides = {"plain": plain, "coded": coded}
-    runs = {name: timed(sides[name], row, chunk) for name in sorted(sides, reverse=pair % 2 == 0)}
-    (prefill, decode, held), (coded_prefill, coded_decode, coded_held) = runs["plain"], runs["coded"]
+    """One pair; who goes first alternates. Ratios above 1 are gains of the codec. Tokens are decoded by turns: medians of their times."""
+    sides = (plain, coded) if pair % 2 else (coded, plain)
+    states = {side: prefilled(side, row, chunk) for side in sides}
+    seconds: dict[Side, list[float]] = {side: [] for side in sides}
+    tokens = dict.fromkeys(sides, row[-1])
+    for _ in range(DECODED):
+        for side in sides:
+            begun = time.perf_counter()
+            tokens[side] = int(mx.argmax(side.forward(states[side][0], [tokens[side]])[0, -1]).item())  # pyright: ignore[reportArgumentType]
+            seconds[side].append(time.perf_counter() - begun)
+    decode, coded_decode = (statistics.median(seconds[side]) for side in (plain, coded))
+    (state, prefill), (coded_state, coded_prefill) = states[plain], states[coded]
     return {
         "prefill_ratio": prefill / coded_prefill,
         "decode_ratio": decode / coded_decode,
         "plain_prefill_rate": (len(row) - 1) / prefill,
         "plain_decode_rate": 1 / decode,
-        "bytes_plain": held,
-        "bytes": coded_held,
+        "bytes_plain": state.nbytes(),
+        "bytes": coded_state.nbytes(),
     }
 
 
@@ -134,7 +137,7 @@ class Bench:
         if scheme not in self.sides:
             side = self.sides[scheme] = Side(self.loaded, parse_scheme(scheme))
             for one in (self.plain, side):
-                timed(one, self.text[: 2 * STEP], STEP)
+                prefilled(one, self.text[: 2 * STEP], STEP)
         return self.sides[scheme]
 
     def rows(self, context: int) -> list[Sequence[int]]:
