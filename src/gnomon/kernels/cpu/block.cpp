@@ -1,4 +1,5 @@
 #include "block.h"
+#include <algorithm>
 #include <string>
 #include "attention.h"
 
@@ -119,6 +120,21 @@ Pages::Pages(int size, std::vector<std::vector<int>> rows, std::vector<int> coun
   for (auto [page, source, offset, end] : fresh) this->fresh.push_back({page, source, offset, end});
 }
 
+Ring Ring::of(const std::vector<int>& numbers, int rows, int64_t length) {
+  if (numbers.empty()) return {};
+  if (numbers.size() != static_cast<size_t>(rows) + 2) throw std::invalid_argument("a ring has a phase for each of " + std::to_string(rows) + " rows");
+  const int size = numbers[0], window = numbers[1];
+  if (window < 1 || window + length - 1 > size)
+    throw std::invalid_argument("a window of " + std::to_string(length) + " tokens that see " + std::to_string(window) + " doesn't fit a ring of " + std::to_string(size));
+  return {size, window, std::vector<int32_t>(numbers.begin() + 2, numbers.end())};
+}
+
+void Buffers::check(int b, int64_t start, int64_t length) const {
+  const bool round = ring.size && (start + length > ring.size || ring.phases[b] % ring.size);
+  const int64_t end = round ? ring.size : start + length;
+  if (start < 0 || end > slots) throw std::out_of_range("row " + std::to_string(b) + " ends at " + std::to_string(end) + " of " + std::to_string(slots) + " slots");
+}
+
 void AttentionParts::append(const char* const* heads, Type type, const Places& places, const Buffers& buffers) const {
   const Table& t = table();
   const int64_t size = static_cast<int64_t>(type_size(type)), length = places.length, slots = buffers.slots, rows = places.batch * length * form.k_heads;
@@ -139,7 +155,7 @@ void AttentionParts::append(const char* const* heads, Type type, const Places& p
       for (int64_t r = first; r < last; r++) {
         const int64_t b = r / (length * form.k_heads), l = r / form.k_heads % length, h = r % form.k_heads, home = places.homes ? places.homes[b] : b;
         if (places.pages && l >= places.pages->counts[b]) continue;
-        const int64_t at = places.starts[b] + l, slot = places.order ? places.order[home * end + at] : at;
+        const int64_t at = places.starts[b] + l, slot = places.order ? places.order[home * end + at] : buffers.ring.slot(static_cast<int>(b), at);
         char* row = to + (((places.order ? 0 : home) * form.k_heads + h) * slots + slot) * bytes;
         const char* from = heads[1 + i] + r * wide * size;
         if (codes) t.encode_codes(*codes, widen(t, from, type, 1, static_cast<int>(wide), room), reinterpret_cast<uint8_t*>(row), room + wide);
@@ -158,9 +174,9 @@ void AttentionParts::attend_rows(const Rows& x, Type type, const Places& places,
   char* at[4] = {room.wide.data()};
   for (int i = 0; i < 3; i++) at[i + 1] = at[i] + count * wide[i] * size;
   run(x, type, dk, places.length, places.starts, at, room);
-  for (int b = 0; b < places.batch && !places.pages; b++)
-    if (places.starts[b] < 0 || places.starts[b] + places.length > slots)
-      throw std::out_of_range("row " + std::to_string(b) + " ends at " + std::to_string(places.starts[b] + places.length) + " of " + std::to_string(slots) + " slots");
+  const Ring& ring = buffers.ring;
+  for (int b = 0; b < places.batch && !places.pages; b++) buffers.check(b, places.starts[b], places.length);
+  const int end = places.end();
   append(at, type, places, buffers);
   Head held[2] = {Head(nullptr, type, 0, 0, 0), Head(nullptr, type, 0, 0, 0)};
   for (int i = 0; i < 2; i++) {
@@ -170,12 +186,26 @@ void AttentionParts::attend_rows(const Rows& x, Type type, const Places& places,
     held[i] = Head(buffers.data[i], codes ? F32 : type, form.k_heads * slots * row, slots * row, row);
     held[i].codes = codes;
   }
-  AttentionJob j{Head(at[0], type, places.length * wide[0], dk, wide[0]), held[0], held[1], places.batch, form.q_heads, form.k_heads, static_cast<int>(places.length), places.end(), dk, dvs, scale,
+  AttentionJob j{Head(at[0], type, places.length * wide[0], dk, wide[0]), held[0], held[1], places.batch, form.q_heads, form.k_heads, static_cast<int>(places.length), end, dk, dvs, scale,
                  MASK_CAUSAL, 0};
   j.starts = places.starts;
   j.homes = places.homes;
   j.order = places.order;
   j.paged = places.order != nullptr;
+  j.window = ring.window;
+  if (ring.size && (end > ring.size || std::any_of(ring.phases.begin(), ring.phases.end(), [&](int p) { return p % ring.size; }))) {
+    // Once around, keys are walked from the oldest that may be seen to the newest, and counted so.
+    j.keys = std::min(end, ring.size);
+    room.order.assign(static_cast<size_t>(places.batch) * j.keys, 0);
+    room.starts.resize(places.batch);
+    for (int b = 0; b < places.batch; b++) {
+      const int64_t oldest = std::max<int64_t>(0, places.starts[b] + places.length - ring.size);
+      room.starts[b] = static_cast<int32_t>(places.starts[b] - oldest);
+      for (int64_t c = 0; c < room.starts[b] + places.length; c++) room.order[b * j.keys + c] = static_cast<int32_t>(ring.slot(b, oldest + c));
+    }
+    j.order = room.order.data();
+    j.starts = room.starts.data();
+  }
   j.out = at[3];
   j.out_type = type;
   attend(j);
@@ -247,8 +277,8 @@ int64_t slots_of(const mx::array& buffer, bool paged) { return paged ? static_ca
 
 class RunBlocks : public mx::Primitive {
  public:
-  RunBlocks(mx::Stream s, Blocks blocks, std::vector<int32_t> starts, std::vector<int32_t> homes, std::vector<std::optional<CodesPair>> codes, std::optional<Pages> pages)
-      : Primitive(s), blocks_(std::move(blocks)), starts_(std::move(starts)), homes_(std::move(homes)), codes_(std::move(codes)), pages_(std::move(pages)) {}
+  RunBlocks(mx::Stream s, Blocks blocks, std::vector<int32_t> starts, std::vector<int32_t> homes, std::vector<Ring> rings, std::vector<std::optional<CodesPair>> codes, std::optional<Pages> pages)
+      : Primitive(s), blocks_(std::move(blocks)), starts_(std::move(starts)), homes_(std::move(homes)), rings_(std::move(rings)), codes_(std::move(codes)), pages_(std::move(pages)) {}
   const char* name() const override { return "GnomonBlocks"; }
   void eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) override { throw std::runtime_error("GnomonBlocks runs on the CPU only"); }
   // inputs: x, then keys and values by turns, then what is waited for; outputs: y, and one byte
@@ -267,6 +297,7 @@ class RunBlocks : public mx::Primitive {
     *out[1].data<uint8_t>() = 1;
     for (size_t i = 0; i < blocks_.all.size(); i++) {
       Buffers& both = w->buffers.emplace_back();
+      if (!rings_.empty()) both.ring = rings_[i];
       both.slots = slots_of(in[1 + 2 * i], w->pages.has_value());
       for (int j = 0; j < 2; j++) {
         const size_t n = 1 + 2 * i + j;
@@ -320,6 +351,7 @@ class RunBlocks : public mx::Primitive {
 
   Blocks blocks_;
   std::vector<int32_t> starts_, homes_;
+  std::vector<Ring> rings_;
   std::vector<std::optional<CodesPair>> codes_;
   std::optional<Pages> pages_;
 };
@@ -348,11 +380,14 @@ void check_pages(const Pages& pages, const std::vector<int>& starts, const std::
 }  // namespace
 
 std::optional<std::pair<mx::array, mx::array>> run_blocks(const Blocks& blocks, const mx::array& x, const std::vector<int>& starts, const std::vector<mx::array>& buffers,
-                                                          const std::optional<mx::array>& before, const std::vector<int>& homes, const std::vector<std::optional<CodesPair>>& codes,
-                                                          const std::optional<Pages>& pages, mx::StreamOrDevice s) {
+                                                          const std::optional<mx::array>& before, const std::vector<int>& homes, const std::vector<std::vector<int>>& rings,
+                                                          const std::vector<std::optional<CodesPair>>& codes, const std::optional<Pages>& pages, mx::StreamOrDevice s) {
   if (buffers.size() != 2 * blocks.all.size() || x.ndim() != 3 || starts.size() != static_cast<size_t>(x.shape(0)) || (!homes.empty() && homes.size() != starts.size()) ||
       (!codes.empty() && codes.size() != blocks.all.size()))
     return std::nullopt;
+  if (!rings.empty() && (rings.size() != blocks.all.size() || !homes.empty() || pages)) return std::nullopt;
+  std::vector<Ring> round;
+  for (auto& numbers : rings) round.push_back(Ring::of(numbers, x.shape(0), x.shape(1)));
   int rows = homes.empty() ? x.shape(0) : 0;
   for (int home : homes) {
     if (home < 0) throw std::out_of_range("row " + std::to_string(home) + " of the buffers");
@@ -369,16 +404,15 @@ std::optional<std::pair<mx::array, mx::array>> run_blocks(const Blocks& blocks, 
       check_pages(*pages, starts, homes, x.shape(1), b.shape(1));
       continue;
     }
-    for (size_t row = 0; row < starts.size(); row++)
-      if (starts[row] < 0 || starts[row] + x.shape(1) > b.shape(2))
-        throw std::out_of_range("row " + std::to_string(row) + " ends at " + std::to_string(starts[row] + x.shape(1)) + " of " + std::to_string(b.shape(2)) + " slots");
+    const Buffers room{{}, b.shape(2), {}, round.empty() ? Ring{} : round[i / 2]};
+    for (size_t row = 0; row < starts.size(); row++) room.check(static_cast<int>(row), starts[row], x.shape(1));
   }
   std::vector<mx::array> in;
   in.reserve(2 + buffers.size());
   in.push_back(x);
   in.insert(in.end(), buffers.begin(), buffers.end());
   if (before) in.push_back(*before);
-  auto p = std::make_shared<RunBlocks>(mx::to_stream(s), blocks, std::vector<int32_t>(starts.begin(), starts.end()), std::vector<int32_t>(homes.begin(), homes.end()), codes, pages);
+  auto p = std::make_shared<RunBlocks>(mx::to_stream(s), blocks, std::vector<int32_t>(starts.begin(), starts.end()), std::vector<int32_t>(homes.begin(), homes.end()), std::move(round), codes, pages);
   auto made = mx::array::make_arrays({x.shape(), {1}}, {x.dtype(), mx::uint8}, p, in);
   return std::pair(made[0], made[1]);
 }
