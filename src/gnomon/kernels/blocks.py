@@ -1,4 +1,4 @@
-"""All blocks of a model as one operation of a step, where each layer's state is keys and values, plain or coded, in buffers, pages or a ring.
+"""All blocks of a model as one operation of a step, over states of keys and values, plain or coded, in buffers, pages or rings.
 
     embed            1
     run_blocks       for all layers: the attention layer and the MLP of `layers`, with the same bits
