@@ -275,7 +275,7 @@ def swap(model: nn.Module, graphs: Graphs | None = None) -> dict[str, int]:
     if isinstance(decoder, str):
         uncovered("decode", decoder)
         return {}
-    decoder.graphs = graphs
+    decoder.graphs = graphs and graphs.another()
     own = type(model)
     native = _classes.get(own)
     if native is None:

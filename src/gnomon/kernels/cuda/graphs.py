@@ -56,13 +56,20 @@ def take(tokens: Any, lengths: Any) -> tuple[mx.array, mx.array]:
 
 
 class Graphs:
-    """Makes graphs with the extension `extension` (see `load`); compiled kernels are kept in `cache`."""
+    """Makes graphs of one model with the extension `extension` (see `load`); compiled kernels are kept in `cache`."""
 
     def __init__(self, extension: ModuleType, cache: Path) -> None:
         self._extension: Any = extension
-        self._cache = cache / "cuda"
+        self._folder, self._cache = cache, cache / "cuda"
         self._modules: dict[tuple[str, str], Any] = {}
         self._scratch: mx.array | None = None
+        self._order = self._extension.Order()
+
+    def another(self) -> Graphs:
+        """For another model: graphs of different models may run at once, so they share no memory, but kernels."""
+        made = Graphs(self._extension, self._folder)
+        made._modules = self._modules
+        return made
 
     def make(self, inputs: Sequence[mx.array], numbers: int, step: Callable[..., mx.array]) -> Any:
         """The graph of `step(numbers, *inputs)`: its `run(inputs, numbers)` gives the result, or None for inputs of other shapes.
@@ -83,9 +90,7 @@ class Graphs:
         if result is None:
             raise ValueError("the step has no result")
         mx.eval(arrays)
-        return self._extension.Graph(
-            launches, arrays, [list(a.shape) for a in inputs], list(result.shape), result.dtype
-        )
+        return self._extension.Graph(self._order, launches, arrays, list(inputs), list(result.shape), result.dtype)
 
     def _compile(self, plan: Plan) -> None:
         wanted = {(call.kernel.full_name, text(call)) for call in plan.calls} - self._modules.keys()

@@ -140,7 +140,7 @@ def record(inputs: Sequence[mx.array], numbers: int, step: Callable[..., mx.arra
     thread.recorder = plan
     try:
         result: Any = step(Symbol("numbers", 0, (numbers,), mx.int32), *symbols)
-    except (AttributeError, TypeError) as e:
+    except (AttributeError, TypeError, ValueError) as e:
         raise ValueError(f"the step does more than run kernels: {e}") from e
     finally:
         thread.recorder = None

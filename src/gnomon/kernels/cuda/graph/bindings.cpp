@@ -18,6 +18,9 @@ namespace {
 struct ModuleHandle {
   std::shared_ptr<Module> module;
 };
+struct OrderHandle {
+  std::shared_ptr<gnomon::Order> order = std::make_shared<gnomon::Order>();
+};
 struct GraphHandle {
   std::shared_ptr<Graph> graph;
 };
@@ -44,12 +47,11 @@ NB_MODULE(gnomon_cuda, m) {
   nb::class_<Launch>(m, "Launch").def("__init__", [](Launch* self, const ModuleHandle& module, const std::vector<unsigned>& grid, unsigned block, unsigned shared, bool waits, std::vector<Parameter> parameters) {
     new (self) Launch{module.module, {grid.at(0), grid.at(1), grid.at(2)}, block, shared, waits, std::move(parameters)};
   }, "module"_a, "grid"_a, "block"_a, "shared"_a, "waits"_a, "parameters"_a);
+  nb::class_<OrderHandle>(m, "Order").def(nb::init<>());
   nb::class_<GraphHandle>(m, "Graph")
-      .def("__init__", [](GraphHandle* self, std::vector<Launch> launches, std::vector<mlx::core::array> arrays, const std::vector<std::vector<int>>& inputs, const std::vector<int>& shape, mlx::core::Dtype type) {
-        std::vector<mlx::core::Shape> shapes;
-        for (const auto& s : inputs) shapes.emplace_back(s.begin(), s.end());
-        new (self) GraphHandle{std::make_shared<Graph>(std::move(launches), std::move(arrays), std::move(shapes), mlx::core::Shape(shape.begin(), shape.end()), type)};
-      }, "launches"_a, "arrays"_a, "inputs"_a, "shape"_a, "type"_a)
+      .def("__init__", [](GraphHandle* self, const OrderHandle& order, std::vector<Launch> launches, std::vector<mlx::core::array> arrays, const std::vector<mlx::core::array>& like, const std::vector<int>& shape, mlx::core::Dtype type) {
+        new (self) GraphHandle{std::make_shared<Graph>(order.order, std::move(launches), std::move(arrays), like, mlx::core::Shape(shape.begin(), shape.end()), type)};
+      }, "order"_a, "launches"_a, "arrays"_a, "like"_a, "shape"_a, "type"_a)
       .def_prop_ro("counts", [](const GraphHandle& self) { return self.graph->counts(); })
       .def("run", [](const GraphHandle& self, std::vector<mlx::core::array> inputs, std::vector<int> numbers, mlx::core::StreamOrDevice stream) {
         return gnomon::run(self.graph, std::move(inputs), std::move(numbers), stream);

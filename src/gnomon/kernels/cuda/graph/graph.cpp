@@ -82,8 +82,9 @@ class OutputPool : public std::enable_shared_from_this<OutputPool> {
   std::vector<void*> free_;
 };
 
-Graph::Graph(std::vector<Launch> launches, std::vector<mx::array> arrays, std::vector<mx::Shape> inputs, mx::Shape shape, mx::Dtype type)
-    : launches_(std::move(launches)), arrays_(std::move(arrays)), inputs_(std::move(inputs)), shape_(std::move(shape)), type_(type), at_(arrays_.size()), in_(inputs_.size()) {
+Graph::Graph(std::shared_ptr<Order> order, std::vector<Launch> launches, std::vector<mx::array> arrays, const std::vector<mx::array>& like, mx::Shape shape, mx::Dtype type)
+    : order_(std::move(order)), launches_(std::move(launches)), arrays_(std::move(arrays)), shape_(std::move(shape)), type_(type), at_(arrays_.size()), in_(like.size()) {
+  for (const auto& a : like) inputs_.emplace_back(a.shape(), a.dtype());
   for (size_t i = 0; i < arrays_.size(); ++i) {
     const auto& a = arrays_[i];
     if (!a.is_available() || !a.flags().row_contiguous) throw std::invalid_argument("arrays that a graph holds must be evaluated and contiguous");
@@ -109,6 +110,8 @@ Graph::Graph(std::vector<Launch> launches, std::vector<mx::array> arrays, std::v
   size_t elements = 1;
   for (int n : shape_) elements *= n;
   pool_ = std::make_shared<OutputPool>(elements * mx::size_of(type_));
+  mx::cu::device(mx::Device(mx::Device::gpu)).make_current();
+  build();
 }
 
 Graph::~Graph() {
@@ -117,7 +120,7 @@ Graph::~Graph() {
 }
 
 bool Graph::takes(const std::vector<mx::array>& inputs) const {
-  return std::equal(inputs.begin(), inputs.end(), inputs_.begin(), inputs_.end(), [](const mx::array& a, const mx::Shape& s) { return a.shape() == s; });
+  return std::equal(inputs.begin(), inputs.end(), inputs_.begin(), inputs_.end(), [](const mx::array& a, const auto& like) { return a.shape() == like.first && a.dtype() == like.second; });
 }
 
 void Graph::changed(Place& place) {
@@ -179,10 +182,9 @@ void Graph::run(mx::Stream stream, const std::vector<mx::array>& inputs, const s
   encoder.device().make_current();
   encoder.commit();
   const CUstream on = encoder.stream();
-  std::lock_guard lock(mutex_);
-  // The scratch memory of steps is one: on another stream a step must not begin before the last one has ended.
-  if (last_stream_ && last_stream_ != on) GNOMON_CALL(cuStreamSynchronize, last_stream_);
-  last_stream_ = on;
+  std::lock_guard lock(order_->mutex);
+  if (order_->last && order_->last != on) GNOMON_CALL(cuStreamSynchronize, order_->last);
+  order_->last = on;
   out.set_data(pool_->take(encoder.device().cuda_device(), on));
   for (auto& at : at_) {
     const void* data = static_cast<const char*>(at.buffer->data) + at.offset;
@@ -197,20 +199,17 @@ void Graph::run(mx::Stream stream, const std::vector<mx::array>& inputs, const s
   for (size_t i = 0; i < nodes_.size(); ++i) {
     if (!nodes_[i].changed) continue;
     fill(i, inputs, numbers);
-    if (exec_) {
-      const auto made = parameters(i);
-      GNOMON_CALL(cuGraphExecKernelNodeSetParams_v2, exec_, nodes_[i].node, &made);
-      ++set_;
-    }
+    const auto made = parameters(i);
+    GNOMON_CALL(cuGraphExecKernelNodeSetParams_v2, exec_, nodes_[i].node, &made);
     nodes_[i].changed = false;
+    ++set_;
   }
-  if (!exec_) build();
   GNOMON_CALL(cuGraphLaunch, exec_, on);
   ++steps_;
 }
 
 std::pair<int64_t, int64_t> Graph::counts() {
-  std::lock_guard lock(mutex_);
+  std::lock_guard lock(order_->mutex);
   return {set_, steps_};
 }
 

@@ -46,18 +46,25 @@ struct Launch {
   std::vector<Parameter> parameters;
 };
 
+// Graphs that share memory: they run one after the other, whatever their streams.
+struct Order {
+  std::mutex mutex;
+  CUstream last = nullptr;
+};
+
 class OutputPool;
 
 class Graph {
  public:
-  // `arrays` stay: they must be evaluated and contiguous. Outputs are [shape] of `type`. A launch with NUMBERS takes up to 32 numbers of the step.
-  Graph(std::vector<Launch> launches, std::vector<mx::array> arrays, std::vector<mx::Shape> inputs, mx::Shape shape, mx::Dtype type);
+  // `arrays` stay: they must be evaluated and contiguous. Steps take inputs of the shapes and types of `like`, which needn't be evaluated, and up
+  // to 32 numbers. Outputs are [shape] of `type`. Raises std::runtime_error naming what the driver refuses.
+  Graph(std::shared_ptr<Order> order, std::vector<Launch> launches, std::vector<mx::array> arrays, const std::vector<mx::array>& like, mx::Shape shape, mx::Dtype type);
   ~Graph();
   Graph(const Graph&) = delete;
 
   const mx::Shape& shape() const { return shape_; }
   mx::Dtype type() const { return type_; }
-  // Whether inputs have the shapes that the chain was made for.
+  // Whether inputs have the shapes and types that the chain was made for.
   bool takes(const std::vector<mx::array>& inputs) const;
   // Launches the chain on the encoder's stream, behind all that the encoder holds.
   void run(mx::Stream stream, const std::vector<mx::array>& inputs, const std::vector<int>& numbers, mx::array& out);
@@ -84,10 +91,10 @@ class Graph {
   CUDA_KERNEL_NODE_PARAMS parameters(int i);
   void fill(int i, const std::vector<mx::array>& inputs, const std::vector<int>& numbers);
 
-  std::mutex mutex_;
+  std::shared_ptr<Order> order_;
   std::vector<Launch> launches_;
   std::vector<mx::array> arrays_;
-  std::vector<mx::Shape> inputs_;
+  std::vector<std::pair<mx::Shape, mx::Dtype>> inputs_;
   mx::Shape shape_;
   mx::Dtype type_;
   std::vector<Node> nodes_;
@@ -97,7 +104,6 @@ class Graph {
   std::shared_ptr<OutputPool> pool_;
   CUgraph graph_ = nullptr;
   CUgraphExec exec_ = nullptr;
-  CUstream last_stream_ = nullptr;
   int64_t set_ = 0, steps_ = 0;
 };
 
