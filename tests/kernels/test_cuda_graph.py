@@ -22,7 +22,7 @@ from gnomon.kernels.cuda.record import Plan, Symbol
 from kernels.test_build import fake_compiler
 from kernels.test_cuda import llama_model, prefilled
 
-KERNEL = sources.make("one", "take.cuh", ["a", "b"], ["c"], "c[0] = a[0] + b_shape[1] + b_strides[0];", block=32)
+KERNEL = sources.make("one", (), ["a", "b"], ["c"], "c[0] = a[0] + b_shape[1] + b_strides[0];", block=32)
 
 
 def call(a: Any, b: Any, size: int = 1) -> Any:
@@ -36,7 +36,7 @@ def test_a_step_is_taken_down_with_the_kernels_that_run_one_by_one() -> None:
     decoder = decode.Decoder.of(model)
     assert isinstance(decoder, decode.Decoder)
     buffers = [mx.zeros((4, 2, 512, 64), dtype=mx.bfloat16)] * 4
-    plan = record.record([mx.zeros((3, 1), dtype=mx.int32), *buffers], 3, decoder._recorded)
+    plan = record.record([mx.zeros((3, 1), dtype=mx.int32), *buffers], 3, decoder.chain)
     layer = ["plain", "attend", "add", "gated", "add"]
     assert [c.kernel.name for c in plan.calls] == ["take", "embed", *layer, *layer, "plain"]
     assert plan.result is not None
@@ -240,7 +240,7 @@ def test_kept_machine_code_must_be_ours_alone(monkeypatch: pytest.MonkeyPatch, t
 
 def test_without_nvrtc_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvrtc, "LIBRARY", "libno-such-nvrtc.so")
-    nvrtc._library.cache_clear()
+    nvrtc.library.cache_clear()
     with pytest.raises(build.BuildError, match="NVRTC can't be loaded"):
         nvrtc.compile_one("", "sm_90a")
 
@@ -267,8 +267,9 @@ def test_one_launch_has_the_bits_of_kernels_one_by_one(bit: int, tmp_path_factor
         for state in states:
             tokens = mx.array([[(11 + 5 * i + turn) % 96] for i in range(state.num_rows)], dtype=mx.int32)
             state.begin(1)
-            rows = state.caches[0].rows
-            buffers = [array for cache in state.caches for array in cache.in_place()]
+            caches: list[Any] = list(state.caches)
+            rows = caches[0].rows
+            buffers: list[mx.array] = [array for cache in caches for array in cache.in_place()]
             at_once = decoder._launched(tokens, rows.lengths, buffers)
             assert at_once is not None
             mx.eval(at_once)
@@ -279,7 +280,7 @@ def test_one_launch_has_the_bits_of_kernels_one_by_one(bit: int, tmp_path_factor
                 (a == bits(b)).all()
                 for a, b in zip(new, (b[i, :, n] for b in buffers for i, n in enumerate(rows.lengths)), strict=True)
             )
-            for cache in state.caches:
+            for cache in caches:
                 cache.advance_in_place()
             state.commit()
         np.array(model.model.layers[turn % 2].mlp.down_proj.weight.view(mx.uint16))

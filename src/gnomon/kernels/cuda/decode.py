@@ -89,7 +89,7 @@ class Decoder:
         """Logits [B, 1, V] for tokens [B, 1]; `buffers` are keys and values of all layers by turns."""
         return self._logits(tokens.reshape(-1).astype(mx.int32), lengths, *buffers)[:, None]
 
-    def _recorded(self, lengths: mx.array, tokens: mx.array, *buffers: mx.array) -> mx.array:
+    def chain(self, lengths: mx.array, tokens: mx.array, *buffers: mx.array) -> mx.array:
         """The same as a chain of kernels alone: logits [B, V]; `lengths` come from the host."""
         return self._logits(*graphs.take(tokens, lengths), *buffers)
 
@@ -155,7 +155,7 @@ class Decoder:
             shapes = tuple(array.shape for array in inputs)
             graph = self._made.pop(shapes, None)
             try:
-                graph = graph or self.graphs.make(inputs, tokens.shape[0], self._recorded)
+                graph = graph or self.graphs.make(inputs, tokens.shape[0], self.chain)
             except (BuildError, ValueError, RuntimeError) as e:
                 log.warning(
                     "decode steps are launched kernel by kernel, which costs the host a few times as much: %s", e

@@ -18,25 +18,22 @@ import mlx.core as mx
 from gnomon.kernels import build
 from gnomon.kernels.cuda import nvrtc
 from gnomon.kernels.cuda.record import MOST_AXES, Plan, Symbol, parameters, record, row_major, text
-from gnomon.kernels.cuda.sources import Kernel
+from gnomon.kernels.cuda.sources import make
 
 log = logging.getLogger(__name__)
 
-TAKE = Kernel(
+TAKE = make(
     "take",
-    "take.cuh",
-    ("tokens", "numbers"),
-    ("taken", "lengths"),
+    (),
+    ["tokens", "numbers"],
+    ["taken", "lengths"],
     """
   const int i = threadIdx.x;
   taken[i] = tokens[i * tokens_strides[0]];
   lengths[i] = numbers[i];
 """,
-    32,
-    1,
-    True,
-    0,
-    False,
+    block=32,
+    any_strides=True,
 )
 """Tokens and lengths to places that stay, so that no other kernel's parameters change with them."""
 
@@ -108,31 +105,31 @@ class Graphs:
     def _launch(
         self, plan: Plan, number: int, arrays: list[mx.array], places: dict[int, int], offsets: Sequence[int]
     ) -> Any:
-        make, call = self._extension, plan.calls[number]
+        ext, call = self._extension, plan.calls[number]
         found: list[Any] = []
         for what, _, value in parameters(call):
             if what == "numbers":
-                found.append(make.numbers())
+                found.append(ext.numbers())
             elif what == "shape":
-                found.append(make.value(struct.pack(f"{MOST_AXES}i", *_padded(value.shape))))
+                found.append(ext.value(struct.pack(f"{MOST_AXES}i", *_padded(value.shape))))
             elif what == "strides":
                 if isinstance(value, Symbol) and value.kind == "input":
-                    found.append(make.strides(value.index))
+                    found.append(ext.strides(value.index))
                 else:
-                    found.append(make.value(struct.pack(f"{MOST_AXES}q", *_padded(row_major(value.shape)))))
+                    found.append(ext.value(struct.pack(f"{MOST_AXES}q", *_padded(row_major(value.shape)))))
             elif not isinstance(value, Symbol):
                 if id(value) not in places:
                     places[id(value)] = len(arrays)
                     arrays.append(value)
-                found.append(make.array(places[id(value)]))
+                found.append(ext.array(places[id(value)]))
             elif value is plan.result:
-                found.append(make.output())
+                found.append(ext.output())
             else:
-                found.append(make.input(value.index) if value.kind == "input" else make.array(0, offsets[value.index]))
+                found.append(ext.input(value.index) if value.kind == "input" else ext.array(0, offsets[value.index]))
         # What the first kernel writes others may read before they wait for the kernel in front of them.
         waits = call.kernel.waits and number > 1
         module = self._modules[call.kernel.full_name, text(call)]
-        return make.Launch(module, list(call.grid), call.block, call.kernel.shared_memory, waits, found)
+        return ext.Launch(module, list(call.grid), call.block, call.kernel.shared_memory, waits, found)
 
 
 def _padded(numbers: Sequence[int]) -> list[int]:

@@ -30,8 +30,8 @@ def compile_all(texts: Mapping[str, str], architecture: str, cache: Path) -> dic
 
 
 def _cached(text: str, architecture: str, cache: Path) -> bytes:
-    included = [Path(line.split('"')[1]) for line in text.splitlines() if line.startswith('#include "')]
-    parts = (version(), architecture, text, *(path.read_text() for path in included))
+    # A kernel's name, which is in the text, has a hash of the files that it includes.
+    parts = (version(), architecture, text)
     path = cache / f"{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:24]}.{architecture}.cubin"
     if path.exists():
         check_owner(path)
@@ -44,7 +44,8 @@ def _cached(text: str, architecture: str, cache: Path) -> bytes:
 
 
 @lru_cache(maxsize=1)
-def _library() -> ctypes.CDLL:
+def library() -> ctypes.CDLL:
+    """NVRTC, the one that MLX has loaded. Raises BuildError."""
     try:
         return ctypes.CDLL(LIBRARY)
     except OSError as e:
@@ -53,7 +54,7 @@ def _library() -> ctypes.CDLL:
 
 def _check(result: int, function: str, log: str = "") -> None:
     if result:
-        named = _library().nvrtcGetErrorString
+        named = library().nvrtcGetErrorString
         named.restype = ctypes.c_char_p
         errors = [line for line in log.splitlines() if "error" in line]
         raise BuildError(f"{function} failed: {named(result).decode()}{f', {errors[0]}' if errors else ''}", log)
@@ -63,7 +64,7 @@ def _check(result: int, function: str, log: str = "") -> None:
 def version() -> str:
     """NVRTC's version. Raises BuildError."""
     major, minor = ctypes.c_int(), ctypes.c_int()
-    _check(_library().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)), "nvrtcVersion")
+    _check(library().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)), "nvrtcVersion")
     return f"{major.value}.{minor.value}"
 
 
@@ -80,23 +81,23 @@ def include_directory() -> Path:
 
 def compile_one(text: str, architecture: str) -> bytes:
     """Machine code of one text. Raises BuildError with the compiler's output as its log."""
-    library, program = _library(), ctypes.c_void_p()
+    found, program = library(), ctypes.c_void_p()
     _check(
-        library.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"gnomon.cu", 0, None, None),
+        found.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"gnomon.cu", 0, None, None),
         "nvrtcCreateProgram",
     )
     try:
         options = [f"--gpu-architecture={architecture}", "--std=c++20", f"--include-path={include_directory()}"]
         array = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
-        result = library.nvrtcCompileProgram(program, len(options), array)
+        result = found.nvrtcCompileProgram(program, len(options), array)
         size = ctypes.c_size_t()
-        _check(library.nvrtcGetProgramLogSize(program, ctypes.byref(size)), "nvrtcGetProgramLogSize")
+        _check(found.nvrtcGetProgramLogSize(program, ctypes.byref(size)), "nvrtcGetProgramLogSize")
         log = ctypes.create_string_buffer(size.value)
-        _check(library.nvrtcGetProgramLog(program, log), "nvrtcGetProgramLog")
+        _check(found.nvrtcGetProgramLog(program, log), "nvrtcGetProgramLog")
         _check(result, "nvrtcCompileProgram", log.value.decode(errors="replace"))
-        _check(library.nvrtcGetCUBINSize(program, ctypes.byref(size)), "nvrtcGetCUBINSize")
+        _check(found.nvrtcGetCUBINSize(program, ctypes.byref(size)), "nvrtcGetCUBINSize")
         code = ctypes.create_string_buffer(size.value)
-        _check(library.nvrtcGetCUBIN(program, code), "nvrtcGetCUBIN")
+        _check(found.nvrtcGetCUBIN(program, code), "nvrtcGetCUBIN")
         return code.raw
     finally:
-        library.nvrtcDestroyProgram(ctypes.byref(program))
+        found.nvrtcDestroyProgram(ctypes.byref(program))

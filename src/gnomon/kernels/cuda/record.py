@@ -13,7 +13,7 @@ from typing import Any, Literal, cast
 
 import mlx.core as mx
 
-from gnomon.kernels.cuda.sources import Grid, Kernel, header, thread
+from gnomon.kernels.cuda.sources import Grid, Kernel, thread
 
 TYPES = {
     mx.bfloat16: "__nv_bfloat16",
@@ -174,7 +174,7 @@ def text(call: Call) -> str:
     kernel = call.kernel
     signature = ", ".join(declaration for _, declaration, _ in parameters(call))
     return (
-        f'{PRELUDE}#include "{header(kernel.file)[0]}"\n'
+        f"{PRELUDE}{kernel.includes}"
         f'extern "C" __global__ void __launch_bounds__({kernel.block}, {kernel.blocks_per_processor}) '
         f"{kernel.full_name}({signature}) {{\n{kernel.body}\n}}\n"
     )

@@ -9,6 +9,7 @@ it. At every evaluation MLX goes through a kernel's whole text, so that text onl
 from __future__ import annotations
 
 import hashlib
+import re
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,9 +48,11 @@ thread = _Thread()
 
 @cache
 def header(file: str) -> tuple[Path, str]:
-    """A source file of this package, and its text."""
+    """A source file of this package, and its text with that of the files beside it that it includes."""
     path = Path(__file__).with_name(file)
-    return path, path.read_text()
+    text = path.read_text()
+    included = re.findall(r'^#include "(\w+\.cuh)"', text, re.MULTILINE)
+    return path, "".join([text, *(header(name)[1] for name in included)])
 
 
 def version() -> str:
@@ -60,10 +63,10 @@ def version() -> str:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel: `body` uses what `file` defines, the parameters `inputs` and `outputs`, and `NAME_shape` and `NAME_strides` of inputs."""
+    """One kernel: `body` uses what `files` define, the parameters `inputs` and `outputs`, and `NAME_shape` and `NAME_strides` of inputs."""
 
     name: str
-    file: str
+    files: tuple[str, ...]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     body: str
@@ -77,7 +80,7 @@ class Kernel:
     def full_name(self) -> str:
         """The name with a hash of all that makes the kernel."""
         parts = (
-            header(self.file)[1],
+            *(header(file)[1] for file in self.files),
             self.body,
             ",".join(self.inputs),
             ",".join(self.outputs),
@@ -85,6 +88,11 @@ class Kernel:
             str(self.blocks_per_processor),
         )
         return f"gnomon_{self.name}_{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:12]}"
+
+    @property
+    def includes(self) -> str:
+        """The lines that include the files."""
+        return "".join(f'#include "{header(file)[0]}"\n' for file in self.files)
 
     @cached_property
     def _mlx(self) -> Any:
@@ -100,7 +108,7 @@ class Kernel:
             input_names=list(self.inputs),
             output_names=list(self.outputs),
             source=f"{self.body}\n#undef {symbol}\n",
-            header=f'#include "{header(self.file)[0]}"\n{bounds}',
+            header=f"{self.includes}{bounds}",
             **options,
         )
 
@@ -123,7 +131,7 @@ class Kernel:
 
 def make(
     name: str,
-    file: str,
+    files: str | Sequence[str],
     inputs: Sequence[str],
     outputs: Sequence[str],
     body: str,
@@ -134,12 +142,22 @@ def make(
     shared_memory: int = 0,
     waits: bool = False,
 ) -> Kernel:
-    """A kernel whose `body` uses what `file` defines.
+    """A kernel whose `body` uses what `files` define, each what those before it do.
 
-    `block` threads and `blocks_per_processor` bound its registers. With `any_strides`, inputs that are not contiguous are passed as they
-    are, otherwise MLX copies them. A kernel that `waits` runs `griddepcontrol.wait` in every thread before it reads or writes what another
-    kernel of its step writes or reads, so it may be started before the kernel in front of it has ended.
+    `block` threads and `blocks_per_processor` bound its registers; `shared_memory` is a block's dynamic share in bytes. With `any_strides`,
+    inputs that are not contiguous are passed as they are, otherwise MLX copies them. A kernel that `waits` runs `griddepcontrol.wait` in
+    every thread before it reads or writes what another kernel of its step writes or reads, so it may be started before the one in front of
+    it has ended.
     """
     return Kernel(
-        name, file, tuple(inputs), tuple(outputs), body, block, blocks_per_processor, any_strides, shared_memory, waits
+        name,
+        (files,) if isinstance(files, str) else tuple(files),
+        tuple(inputs),
+        tuple(outputs),
+        body,
+        block,
+        blocks_per_processor,
+        any_strides,
+        shared_memory,
+        waits,
     )
