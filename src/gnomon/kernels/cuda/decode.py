@@ -19,6 +19,7 @@ from __future__ import annotations
 import importlib
 import logging
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -77,7 +78,7 @@ class Decoder:
         self.norm = norm
         self.head = head
         self.eps = eps
-        self._watched = watched
+        self._owners, self._names, self._parts = zip(*watched, strict=True) if watched else ((), (), ())
         self._shapes: set[tuple[int, ...]] = set()
         self._made: dict[tuple[tuple[int, ...], ...], Any] = {}
         self._last: Any = None
@@ -115,7 +116,7 @@ class Decoder:
 
     def is_current(self) -> bool:
         """Whether the model still has the weights this was made from."""
-        return all(owner.get(name) is part for owner, name, part in self._watched)
+        return all(map(operator.is_, map(dict[str, Any].get, self._owners, self._names), self._parts))
 
     def step(self, tokens: mx.array, caches: Sequence[Any]) -> mx.array | None:
         """The forward of tokens [B, 1] over layer states, which keep the new keys and values; None if it can't be taken here."""
