@@ -87,7 +87,12 @@ def compile_one(text: str, architecture: str) -> bytes:
         "nvrtcCreateProgram",
     )
     try:
-        options = [f"--gpu-architecture={architecture}", "--std=c++20", f"--include-path={include_directory()}"]
+        options = [
+            f"--gpu-architecture={architecture}",
+            "--std=c++20",
+            "--device-as-default-execution-space",
+            f"--include-path={include_directory()}",
+        ]
         array = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
         result = found.nvrtcCompileProgram(program, len(options), array)
         size = ctypes.c_size_t()
