@@ -32,7 +32,7 @@ def version() -> str:
 
 def make(
     name: str,
-    file: str,
+    files: str | Sequence[str],
     inputs: Sequence[str],
     outputs: Sequence[str],
     body: str,
@@ -41,13 +41,20 @@ def make(
     blocks_per_processor: int = 1,
     any_strides: bool = False,
 ) -> Kernel:
-    """A kernel whose `body` uses what `file` defines.
+    """A kernel whose `body` uses what `files` define, each what those before it do.
 
     `block` threads and `blocks_per_processor` bound its registers. With `any_strides`, inputs that are not contiguous are passed as they
     are, otherwise MLX copies them.
     """
-    path, text = header(file)
-    parts = (text, body, ",".join(inputs), ",".join(outputs), str(block), str(blocks_per_processor))
+    found = [header(file) for file in ([files] if isinstance(files, str) else files)]
+    parts = (
+        *(text for _, text in found),
+        body,
+        ",".join(inputs),
+        ",".join(outputs),
+        str(block),
+        str(blocks_per_processor),
+    )
     full = f"gnomon_{name}_{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:12]}"
     # MLX writes the signature; its own name as a macro puts the bounds in front of it, and the body ends the macro, since MLX asks for the
     # name afterwards. Were the prefix another, there would be no bounds.
@@ -59,7 +66,7 @@ def make(
         input_names=list(inputs),
         output_names=list(outputs),
         source=f"{body}\n#undef {symbol}\n",
-        header=f'#include "{path}"\n{bounds}',
+        header="".join(f'#include "{path}"\n' for path, _ in found) + bounds,
         **options,
     )
     return cast("Kernel", kernel)
