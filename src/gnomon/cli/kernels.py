@@ -63,7 +63,7 @@ def _run_cuda(action: str) -> int:
     print(f"device: {_device()}\n`--kernels auto` here means {native.AUTO}\n")
     for operation in operations.ALL:
         print(f"{operation.name:18} {operation.contract}")
-    print(f"{'decode':18} compiled steps of 1 to 32 rows, bf16, full attention: {', '.join(FAMILIES)}")
+    print(f"{'decode':18} compiled steps of 1 to 32 rows, bf16, full attention, plain or coded: {', '.join(FAMILIES)}")
     return 0
 
 

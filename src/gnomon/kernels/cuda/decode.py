@@ -11,7 +11,7 @@
 In stock operations a layer has about 15. Every one costs the host about 5 us, and as much again where Python builds it; the graph is built
 once per shape (`mx.compile`).
 
-Taken: one new token for each of 1 to 32 rows, bf16, states of full attention. Anything else is the model's own forward.
+Taken: one new token for each of 1 to 32 rows, bf16, states of full attention, plain or coded. Anything else is the model's own forward.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import mlx.nn as nn
 from mlx_lm.models import rope_utils
 
 from gnomon.kernels.build import BuildError
-from gnomon.kernels.cuda import attention, graphs
+from gnomon.kernels.cuda import attention, coded_attention, graphs
 from gnomon.kernels.cuda.graphs import Graphs
 from gnomon.kernels.cuda.products import MOST_ROWS, Weights, add, embed, gated, product
 from gnomon.kernels.dispatch import thread, uncovered
@@ -80,8 +80,9 @@ class Decoder:
         self.eps = eps
         self._owners, self._names, self._parts = zip(*watched, strict=True) if watched else ((), (), ())
         self._shapes: set[tuple[int, ...]] = set()
-        self._made: dict[tuple[tuple[int, ...], ...], Any] = {}
+        self._made: dict[tuple[tuple[tuple[int, ...], mx.Dtype], ...], Any] = {}
         self._last: Any = None
+        self._codes: Codings = (None,) * len(layers)
         self._counters = mx.zeros(MOST_ROWS * max(layer.form.blocks_per_row for layer in layers), dtype=mx.int32)
         mx.eval(self._counters, [layer.inverse for layer in layers])
         self._compiled = mx.compile(self._forward)
@@ -100,19 +101,17 @@ class Decoder:
         after = [*(layer.attention_norm for layer in self.layers[1:]), self.norm]
         for i, (layer, next_norm) in enumerate(zip(self.layers, after, strict=True)):
             qkv = product(x, layer.q, layer.k, layer.v)
-            y = attention.attend(
-                layer.form,
-                qkv,
-                buffers[2 * i],
-                buffers[2 * i + 1],
-                lengths,
-                layer.inverse,
-                self._counters,
-                layer.head_norms,
-            )
+            y = self._attend(i, qkv, buffers[2 * i], buffers[2 * i + 1], lengths)
             h, x = add(y, layer.o, h, layer.mlp_norm, eps)
             h, x = add(gated(x, layer.gate, layer.up), layer.down, h, next_norm, eps)
         return product(x, self.head)
+
+    def _attend(self, i: int, qkv: mx.array, keys: mx.array, values: mx.array, lengths: mx.array) -> mx.array:
+        layer, codes = self.layers[i], self._codes[i]
+        more = lengths, layer.inverse, self._counters, layer.head_norms
+        if codes is None:
+            return attention.attend(layer.form, qkv, keys, values, *more)
+        return coded_attention.append_and_attend(layer.form, codes, qkv, keys, values, *more)
 
     def is_current(self) -> bool:
         """Whether the model still has the weights this was made from."""
@@ -122,13 +121,18 @@ class Decoder:
         """The forward of tokens [B, 1] over layer states, which keep the new keys and values; None if it can't be taken here."""
         if tokens.shape[0] > MOST_ROWS or len(caches) != len(self.layers) or not self.is_current():
             return None
-        buffers: list[mx.array] = []
-        for cache in caches:
-            take = getattr(cache, "in_place", None)
-            pair = take() if take is not None else None
-            if pair is None:
-                return None
-            buffers += pair
+        held = [_in_place(cache, layer.form.size) for cache, layer in zip(caches, self.layers, strict=True)]
+        found = [one for one in held if one is not None]
+        if len(found) < len(held):
+            return None
+        buffers = [buffer for keys, values, _ in found for buffer in (keys, values)]
+        codes = tuple(one[2] for one in found)
+        if codes != self._codes:
+            self._codes = codes
+            self._shapes.clear()
+            self._compiled = mx.compile(self._forward)
+            self._made.clear()
+            self._last = None
         rows = caches[0].rows
         logits = self._launched(tokens, rows.lengths, buffers)
         if logits is None:
@@ -153,7 +157,7 @@ class Decoder:
         inputs = [tokens, *buffers]
         logits = self._last.run(inputs, lengths) if self._last is not None else None
         if logits is None:
-            shapes = tuple(array.shape for array in inputs)
+            shapes = tuple((array.shape, array.dtype) for array in inputs)
             graph = self._made.pop(shapes, None)
             try:
                 graph = graph or self.graphs.make(inputs, tokens.shape[0], self.chain)
@@ -177,6 +181,21 @@ class Decoder:
             return _made(model)
         except _Unknown as why:
             return str(why)
+
+
+Codings = tuple[coded_attention.Pair | None, ...]
+"""Which codes each layer's buffers hold, if any."""
+
+
+def _in_place(cache: Any, size: int) -> tuple[mx.array, mx.array, coded_attention.Pair | None] | None:
+    """Keys and values of heads of `size` in buffers with room for a token per row, and the codes they are held in; None if there are none
+    that the kernels take."""
+    if hasattr(cache, "codes_in_place"):
+        found = cache.codes_in_place(size, mx.bfloat16)
+        is_taken = found is not None and (found[2] is None or coded_attention.why_not(found[2]) is None)
+        return found if is_taken else None
+    pair = cache.in_place() if hasattr(cache, "in_place") else None
+    return None if pair is None else (*pair, None)
 
 
 class _Unknown(Exception):
