@@ -52,6 +52,11 @@ def take(tokens: Any, lengths: Any) -> tuple[mx.array, mx.array]:
     )
 
 
+FIRST_EARLY = 2
+"""The first kernel of a chain that is started before the one in front of it has ended. What the very first one writes (tokens, lengths) all
+others may then read before they wait."""
+
+
 class Graphs:
     """Makes graphs of one model with the extension `extension` (see `load`); compiled kernels are kept in `cache`."""
 
@@ -126,10 +131,9 @@ class Graphs:
                 found.append(ext.output())
             else:
                 found.append(ext.input(value.index) if value.kind == "input" else ext.array(0, offsets[value.index]))
-        # What the first kernel writes others may read before they wait for the kernel in front of them.
-        waits = call.kernel.waits and number > 1
+        is_early = number >= FIRST_EARLY
         module = self._modules[call.kernel.full_name, text(call)]
-        return ext.Launch(module, list(call.grid), call.block, call.kernel.shared_memory, waits, found)
+        return ext.Launch(module, list(call.grid), call.block, call.kernel.shared_memory, is_early, found)
 
 
 def _padded(numbers: Sequence[int]) -> list[int]:

@@ -41,6 +41,13 @@ struct Numbers {{ int n[{MOST_NUMBERS}]; __device__ int operator[](int i) const 
 """
 
 
+WAIT = """
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+"""
+"""What a kernel that doesn't wait by itself begins with: it may be started before the one in front of it has ended."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Symbol:
     """Stands for an array of a step: an `input`, the step's `numbers`, or what a kernel has `made`."""
@@ -176,7 +183,7 @@ def text(call: Call) -> str:
     return (
         f"{PRELUDE}{kernel.includes}"
         f'extern "C" __global__ void __launch_bounds__({kernel.block}, {kernel.blocks_per_processor}) '
-        f"{kernel.full_name}({signature}) {{\n{kernel.body}\n}}\n"
+        f"{kernel.full_name}({signature}) {{\n{'' if kernel.waits else WAIT}{kernel.body}\n}}\n"
     )
 
 

@@ -145,9 +145,9 @@ def make(
     """A kernel whose `body` uses what `files` define, each what those before it do.
 
     `block` threads and `blocks_per_processor` bound its registers; `shared_memory` is a block's dynamic share in bytes. With `any_strides`,
-    inputs that are not contiguous are passed as they are, otherwise MLX copies them. A kernel that `waits` runs `griddepcontrol.wait` in
-    every thread before it reads or writes what another kernel of its step writes or reads, so it may be started before the one in front of
-    it has ended.
+    inputs that are not contiguous are passed as they are, otherwise MLX copies them. A kernel that `waits` runs
+    `griddepcontrol.wait` in every thread before it reads or writes what another kernel of its step makes or reads, weights and lengths
+    excepted; before any other kernel of a graph that is done for it.
     """
     return Kernel(
         name,

@@ -44,9 +44,9 @@ NB_MODULE(gnomon_cuda, m) {
   m.def("numbers", [] { return Parameter{Parameter::NUMBERS}; });
   m.def("output", [] { return Parameter{Parameter::OUTPUT}; });
   m.def("value", [](nb::bytes bytes) { return Parameter{Parameter::BYTES, 0, 0, std::string(bytes.c_str(), bytes.size())}; }, "bytes"_a);
-  nb::class_<Launch>(m, "Launch").def("__init__", [](Launch* self, const ModuleHandle& module, const std::vector<unsigned>& grid, unsigned block, unsigned shared, bool waits, std::vector<Parameter> parameters) {
-    new (self) Launch{module.module, {grid.at(0), grid.at(1), grid.at(2)}, block, shared, waits, std::move(parameters)};
-  }, "module"_a, "grid"_a, "block"_a, "shared"_a, "waits"_a, "parameters"_a);
+  nb::class_<Launch>(m, "Launch").def("__init__", [](Launch* self, const ModuleHandle& module, const std::vector<unsigned>& grid, unsigned block, unsigned shared, bool early, std::vector<Parameter> parameters) {
+    new (self) Launch{module.module, {grid.at(0), grid.at(1), grid.at(2)}, block, shared, early, std::move(parameters)};
+  }, "module"_a, "grid"_a, "block"_a, "shared"_a, "early"_a, "parameters"_a);
   nb::class_<OrderHandle>(m, "Order").def(nb::init<>());
   nb::class_<GraphHandle>(m, "Graph")
       .def("__init__", [](GraphHandle* self, const OrderHandle& order, std::vector<Launch> launches, std::vector<mlx::core::array> arrays, const std::vector<mlx::core::array>& like, const std::vector<int>& shape, mlx::core::Dtype type) {

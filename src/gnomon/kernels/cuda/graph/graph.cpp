@@ -171,7 +171,7 @@ void Graph::build() {
     GNOMON_CALL(cuGraphAddKernelNode_v2, &nodes_[i].node, graph_, nullptr, 0, &made);
     if (!i) continue;
     CUgraphEdgeData edge{};
-    if (launches_[i].waits) edge.from_port = CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC, edge.type = CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC;
+    if (launches_[i].early) edge.from_port = CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC, edge.type = CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC;
     GNOMON_CALL(cuGraphAddDependencies_v2, graph_, &nodes_[i - 1].node, &nodes_[i].node, &edge, 1);
   }
   GNOMON_CALL(cuGraphInstantiateWithFlags, &exec_, graph_, 0);

@@ -42,7 +42,7 @@ struct Parameter {
 struct Launch {
   std::shared_ptr<Module> module;
   unsigned grid[3], block, shared;
-  bool waits;  // for the kernel before by itself: it may be started early
+  bool early;  // it may be started before the kernel in front has ended: it waits for that by itself
   std::vector<Parameter> parameters;
 };
 
