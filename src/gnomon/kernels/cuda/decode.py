@@ -160,7 +160,8 @@ class Decoder:
             shapes = tuple((array.shape, array.dtype) for array in inputs)
             graph = self._made.pop(shapes, None)
             try:
-                graph = graph or self.graphs.make(inputs, tokens.shape[0], self.chain)
+                rows = tokens.shape[0]
+                graph = graph or self.graphs.make(inputs, rows, self.chain, [rows, 1, self.head.outputs])
             except (BuildError, ValueError, RuntimeError) as e:
                 log.warning(
                     "decode steps are launched kernel by kernel, which costs the host a few times as much: %s", e
@@ -172,7 +173,7 @@ class Decoder:
                 del self._made[next(iter(self._made))]
             self._last = self._made[shapes] = graph
             logits = graph.run(inputs, lengths)
-        return logits[:, None]
+        return logits
 
     @staticmethod
     def of(model: nn.Module) -> Decoder | str:

@@ -73,8 +73,14 @@ class Graphs:
         made._modules = self._modules
         return made
 
-    def make(self, inputs: Sequence[mx.array], numbers: int, step: Callable[..., mx.array]) -> Any:
-        """The graph of `step(numbers, *inputs)`: its `run(inputs, numbers)` gives the result, or None for inputs of other shapes.
+    def make(
+        self,
+        inputs: Sequence[mx.array],
+        numbers: int,
+        step: Callable[..., mx.array],
+        shape: Sequence[int] | None = None,
+    ) -> Any:
+        """The graph of `step(numbers, *inputs)`: its `run(inputs, numbers)` gives the result (as `shape`), or None for inputs of other shapes.
 
         Raises BuildError where kernels can't be compiled, ValueError for a step that is more than kernels, RuntimeError naming what the
         driver refuses.
@@ -92,7 +98,9 @@ class Graphs:
         if result is None:
             raise ValueError("the step has no result")
         mx.eval(arrays)
-        return self._extension.Graph(self._order, launches, arrays, list(inputs), list(result.shape), result.dtype)
+        return self._extension.Graph(
+            self._order, launches, arrays, list(inputs), list(shape or result.shape), result.dtype
+        )
 
     def _compile(self, plan: Plan) -> None:
         wanted = {(call.kernel.full_name, text(call)) for call in plan.calls} - self._modules.keys()
