@@ -80,7 +80,7 @@ class Graphs:
         step: Callable[..., mx.array],
         shape: Sequence[int] | None = None,
     ) -> Any:
-        """The graph of `step(numbers, *inputs)`: its `run(inputs, numbers)` gives the result, as `shape`, or None for inputs of other shapes.
+        """The graph of `step(numbers, *inputs)`: its `run(inputs, numbers)` gives the result, as `shape`, or None for other inputs.
 
         Raises BuildError where kernels can't be compiled, ValueError for a step that is more than kernels, RuntimeError naming what the
         driver refuses.
