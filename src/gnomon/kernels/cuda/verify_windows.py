@@ -86,7 +86,7 @@ def _check(case: Case) -> Check:
     whole = [_random(ROWS + 1, case.kv_heads, case.slots + 40, case.size, seed=s, dtype=case.dtype) for s in (2, 3)]
     # What no head sees is poisoned.
     group = case.q_heads // case.kv_heads
-    unseen: Any = (added == -np.inf).all(2).reshape(ROWS, case.kv_heads, group, case.slots).all(2)
+    unseen: list[Any] = (added == -np.inf).all(2).reshape(ROWS, case.kv_heads, group, case.slots).all(2).tolist()
     poison = mx.pad(mx.array(unseen), [(0, 1), (0, 0), (0, 40)], constant_values=mx.array(True))[..., None]
     whole = [mx.where(poison, mx.array(float("nan"), dtype=case.dtype), x) for x in whole]
     mx.eval(whole)
