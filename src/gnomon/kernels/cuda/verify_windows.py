@@ -77,7 +77,7 @@ def _mask(case: Case) -> tuple[str | mx.array | None, Array]:
     seen = keys[None] <= starts + np.arange(case.width)[None, :, None]
     if case.mask == "sliding":
         seen = seen & (keys[None] > starts - 50)
-    return mx.array(seen)[:, None], np.broadcast_to(np.where(seen[:, None], 0, -np.inf), shape)
+    return mx.array(seen.tolist())[:, None], np.broadcast_to(np.where(seen[:, None], 0, -np.inf), shape)
 
 
 def _check(case: Case) -> Check:
