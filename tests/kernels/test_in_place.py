@@ -13,6 +13,7 @@ from batch_walk import new_state_of
 from gnomon.kernels import blocks, dispatch, layers
 from gnomon.state.batch_state import BatchState
 from gnomon.state.full import FullLayer
+from gnomon.state.sliding import SlidingLayer
 from kernels.oracle import bits_of
 from tiny_models import CONFIGS, VOCAB_SIZE, make
 
@@ -23,13 +24,18 @@ TOKENS = np.random.default_rng(3).integers(0, VOCAB_SIZE, 600)
 def calls(native: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Widths of the windows that were appended in place."""
     seen: list[int] = []
-    own = FullLayer.advance_in_place
 
-    def advance_in_place(self: FullLayer) -> None:
-        seen.append(self.rows.width)
-        own(self)
+    def watch(kind: type[FullLayer | SlidingLayer]) -> None:
+        own = kind.advance_in_place
 
-    monkeypatch.setattr(FullLayer, "advance_in_place", advance_in_place)
+        def advance_in_place(self: Any) -> None:
+            seen.append(self.rows.width)
+            own(self)
+
+        monkeypatch.setattr(kind, "advance_in_place", advance_in_place)
+
+    watch(FullLayer)
+    watch(SlidingLayer)
     return seen
 
 
@@ -103,14 +109,23 @@ def test_appending_in_place_changes_no_bit(
     # Qwen 2's projections have biases.
     monkeypatch.setitem(CONFIGS, "qwen2", CONFIGS["llama"])
     model: Any = make(model_type, dtype)
-    nn.quantize(model, 32, 4, class_predicate=lambda _, m: hasattr(m, "to_quantized") and m.weight.shape[-1] % 32 == 0)
+    nn.quantize(
+        model, 32, 4, class_predicate=lambda _, m: hasattr(m, "to_quantized") and m["weight"].shape[-1] % 32 == 0
+    )
     mx.eval(model.parameters())
     assert "NativeTransformerBlock" in layers.swap(model, native, integer)
     apart = walk(model)
     assert {1, 2, 3, 4, 5} <= set(calls)
     taken = list(calls)
     found = {"layer by layer": apart}
-    if model_type != "gemma3":
+    if model_type == "gemma3":
+        assert taken.count(1) > len(taken) // 2
+        assert sum(blocks.swap(model, native).values()) == 1
+        calls.clear()
+        found["one operation"] = walk(model)
+        # A lone row's window of several tokens is not appended to its rings in place, but to the other layers' buffers.
+        assert len(calls) == len(taken)
+    else:
         assert sum(blocks.swap(model, native).values()) == 1
         assert blocks.swap(model, native) == {}
         calls.clear()
@@ -130,12 +145,147 @@ def test_appending_in_place_changes_no_bit(
         assert calls == taken
     calls.clear()
     monkeypatch.setattr(FullLayer, "in_place", lambda self, mask=None, settled=True: None)
+    monkeypatch.setattr(SlidingLayer, "ring_in_place", lambda self, mask=None, settled=True: None)
     expected = walk(model)
     assert not calls
     for name, bits in found.items():
         assert len(bits) == len(expected)
         for mine, theirs in zip(bits, expected, strict=True):
             assert (mine == theirs).all(), name
+
+
+@pytest.fixture
+def ringed(native: ModuleType) -> nn.Module:
+    """A model with rings of 40 tokens whose layers run as one operation."""
+    model = make("gemma3", "float32")
+    layers.swap(model, native)
+    assert sum(blocks.swap(model, native).values()) == 1
+    return model
+
+
+def test_rings_go_around_alike_alone_and_in_a_batch(ringed: Any, calls: list[int]) -> None:
+    new, prompts = new_state_of(ringed), ([*TOKENS[:70]], [*TOKENS[70:103]])
+    lone, shared = [new(), new()], [new(), new()]
+    for state, prompt in zip([*lone, *shared], [*prompts, *prompts], strict=True):
+        mx.eval(forward(ringed, state, [[int(token) for token in prompt]]), state.arrays())
+    batch, other = shared
+    batch.join(other)
+    calls.clear()
+    for step in range(40):
+        width = 3 if step % 9 == 4 else 1
+        window = [[(7 * step + 5 * i + row) % VOCAB_SIZE for i in range(width)] for row in (0, 1)]
+        together = bits_of(forward(ringed, batch, window))
+        for row, state in enumerate(lone):
+            assert (bits_of(forward(ringed, state, [window[row]]))[0] == together[row]).all()
+    assert calls.count(3) >= 5 * len(ringed.layers)
+
+
+def test_copies_of_a_ring_are_made_before_it_goes_on(ringed: nn.Module) -> None:
+    """However late they are computed."""
+    states = [new_state_of(ringed)() for _ in range(2)]
+    found: list[list[mx.array]] = []
+    for late, state in enumerate(states):
+        mx.eval(forward(ringed, state, [[int(token) for token in TOKENS[:60]]]))
+        mx.eval(forward(ringed, state, [[1]]), state.arrays())
+        saved = [array for layer in state.snapshot(0).layers for array in layer.arrays.values()]
+        if not late:
+            mx.eval(saved)
+        for token in (2, 3, 4):
+            mx.eval(forward(ringed, state, [[token]]))
+        found.append(saved)
+    for early, late in zip(*found, strict=True):
+        assert (bits_of(early) == bits_of(late)).all()
+
+
+def test_a_ring_that_a_snapshot_holds_is_not_written_to(ringed: nn.Module) -> None:
+    state = new_state_of(ringed)()
+    for window in ([int(token) for token in TOKENS[:60]], [1]):
+        mx.eval(forward(ringed, state, [window]), state.arrays())
+    saved, found = state.snapshot(0), list[np.ndarray]()
+    mx.eval([array for layer in saved.layers for array in layer.arrays.values()])
+    for _ in range(2):
+        again = BatchState.restore(ringed, new_state_of(ringed)().templates, saved)
+        found.append(np.stack([bits_of(forward(ringed, again, [[token]])) for token in (5, 6, 7)]))
+    assert (found[0] == found[1]).all()
+
+
+@pytest.mark.parametrize(
+    ("width", "size", "phases"), [(1, 24, (7, 3)), (1, 40, (0, 0)), (4, 27, (0, 0)), (2, 48, (1, 5))]
+)
+def test_a_ring_is_attended_from_its_oldest_key(
+    native: ModuleType, width: int, size: int, phases: tuple[int, ...]
+) -> None:
+    """Against float64, over keys that lie anywhere in the ring; what is no key of the window is infinite."""
+    random = np.random.default_rng(size)
+    hidden, heads, groups, d, window, starts = 32, 4, 2, 16, 24, (70, 9)
+    maps = [random.normal(size=(rows, hidden)) / 6 for rows in (heads * d, groups * d, groups * d)]
+    out = random.normal(size=(hidden, heads * d)) / 8
+    x = random.normal(size=(2, width, hidden))
+    past = random.normal(size=(2, 2, groups, 80, d))  # keys and values of each row by position
+    held = np.full((2, 2, groups, size, d), np.inf)
+    expected = np.zeros_like(x)
+    for row, start in enumerate(starts):
+        q, k, v = ((x[row] @ m.T).reshape(width, -1, d).swapaxes(0, 1) for m in maps)
+        for position in range(max(0, start - window + 1), start):
+            held[:, row, :, (position - phases[row]) % size] = past[:, row, :, position]
+        past[0, row, :, start : start + width], past[1, row, :, start : start + width] = k, v
+        for i in range(width):
+            seen = slice(max(0, start + i - window + 1), start + i + 1)
+            mixed = []
+            for head in range(heads):
+                keys, values = past[:, row, head // 2, seen]
+                weights = np.exp(0.25 * keys @ q[head, i])
+                mixed.append(weights @ values / weights.sum())
+            expected[row, i] = out @ np.concatenate(mixed)
+    projections = [native.Projection(mx.array(m.astype(np.float32)), None, None, None, 0, 0) for m in (*maps, out)]
+    form = native.HeadForm(heads, groups, 0.0, 0, False, 1.0, 1.0)
+    buffers = [mx.array(a.astype(np.float32)) for a in held]
+    ring = [size, window, *phases]
+    own = (*projections, None, None, form, mx.array(starts), None, 0.25, *buffers, None, 0.0, None)
+    y, keys, values = native.attention_layer(mx.array(x.astype(np.float32)), None, 0.0, *own, ring)
+    assert np.abs(np.array(y) - expected).max() < 1e-5
+    for array, kind in ((keys, 0), (values, 1)):
+        for row, start in enumerate(starts):
+            slots = [(start + i - phases[row]) % size for i in range(width)]
+            new = past[kind, row, :, start : start + width]
+            assert np.allclose(np.array(array)[row][:, slots], new, atol=1e-5)
+
+
+def test_rings_that_can_not_be_are_refused(native: ModuleType) -> None:
+    d = 16
+    p = [native.Projection(mx.zeros((d, d)), None, None, None, 0, 0) for _ in range(4)]
+    form = native.HeadForm(1, 1, 0.0, 0, False, 1.0, 1.0)
+
+    def layer(ring: list[int], slots: int = 8) -> None:
+        keys = mx.zeros((1, 1, slots, d))
+        mx.eval(
+            native.attention_layer(
+                mx.zeros((1, 2, d)),
+                None,
+                0.0,
+                *p,
+                None,
+                None,
+                form,
+                mx.array([20]),
+                None,
+                1.0,
+                keys,
+                keys,
+                None,
+                0.0,
+                None,
+                ring,
+            )
+        )
+
+    with pytest.raises(ValueError, match="phase for each of 1 rows"):
+        layer([8, 7])
+    with pytest.raises(ValueError, match="window of 2 tokens that see 8 doesn't fit a ring of 8"):
+        layer([8, 8, 0])
+    with pytest.raises(RuntimeError, match="row 0 ends at 8 of 7 slots"):  # in the step
+        layer([8, 7, 0], 7)
+    layer([8, 7, 0])
 
 
 @pytest.mark.parametrize(("model_type", "dtype"), [("llama", "float32"), ("qwen3", "bfloat16")])

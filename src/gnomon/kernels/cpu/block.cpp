@@ -1,4 +1,5 @@
 #include "block.h"
+#include <algorithm>
 #include <string>
 #include "attention.h"
 
@@ -114,6 +115,21 @@ void AttentionParts::prepare(const Table& t) {
   if (after) after->prepare(t);
 }
 
+Ring Ring::of(const std::vector<int>& numbers, int rows, int64_t length) {
+  if (numbers.empty()) return {};
+  if (numbers.size() != static_cast<size_t>(rows) + 2) throw std::invalid_argument("a ring has a phase for each of " + std::to_string(rows) + " rows");
+  const int size = numbers[0], window = numbers[1];
+  if (window < 1 || window + length - 1 > size)
+    throw std::invalid_argument("a window of " + std::to_string(length) + " tokens that see " + std::to_string(window) + " doesn't fit a ring of " + std::to_string(size));
+  return {size, window, std::vector<int32_t>(numbers.begin() + 2, numbers.end())};
+}
+
+void Buffers::check(int b, int64_t start, int64_t length) const {
+  const bool round = ring.size && (start + length > ring.size || ring.phases[b] % ring.size);
+  const int64_t end = round ? ring.size : start + length;
+  if (start < 0 || end > slots) throw std::out_of_range("row " + std::to_string(b) + " ends at " + std::to_string(end) + " of " + std::to_string(slots) + " slots");
+}
+
 void AttentionParts::attend_rows(const Rows& x, Type type, int batch, int64_t length, const int32_t* starts, const int32_t* homes, const Buffers& buffers, const std::optional<Rows>& residual,
                                  char* to, Room& room) const {
   const Table& t = table();
@@ -124,17 +140,17 @@ void AttentionParts::attend_rows(const Rows& x, Type type, int batch, int64_t le
   char* at[4] = {room.wide.data()};
   for (int i = 0; i < 3; i++) at[i + 1] = at[i] + count * wide[i] * size;
   run(x, type, dk, length, starts, at, room);
+  const Ring& ring = buffers.ring;
   int end = 0;
   for (int b = 0; b < batch; b++) {
-    if (starts[b] < 0 || starts[b] + length > slots)
-      throw std::out_of_range("row " + std::to_string(b) + " ends at " + std::to_string(starts[b] + length) + " of " + std::to_string(slots) + " slots");
+    buffers.check(b, starts[b], length);
     end = std::max(end, starts[b] + static_cast<int>(length));
     const int64_t home = homes ? homes[b] : b;
     for (int i = 0; i < 2; i++) {
       const int64_t bytes = (i ? dvs : dk) * size;
       for (int64_t l = 0; l < length; l++)
         for (int h = 0; h < form.k_heads; h++)
-          std::memcpy(buffers.data[i] + ((home * form.k_heads + h) * slots + starts[b] + l) * bytes, at[1 + i] + ((b * length + l) * form.k_heads + h) * bytes,
+          std::memcpy(buffers.data[i] + ((home * form.k_heads + h) * slots + ring.slot(b, starts[b] + l)) * bytes, at[1 + i] + ((b * length + l) * form.k_heads + h) * bytes,
                       static_cast<size_t>(bytes));
     }
   }
@@ -142,6 +158,20 @@ void AttentionParts::attend_rows(const Rows& x, Type type, int batch, int64_t le
                  Head(buffers.data[1], type, form.k_heads * slots * dvs, slots * dvs, dvs), batch, form.q_heads, form.k_heads, static_cast<int>(length), end, dk, dvs, scale, MASK_CAUSAL, 0};
   j.starts = starts;
   j.homes = homes;
+  j.window = ring.window;
+  if (ring.size && (end > ring.size || std::any_of(ring.phases.begin(), ring.phases.end(), [&](int p) { return p % ring.size; }))) {
+    // Once around, keys are walked from the oldest that may be seen to the newest, and counted so.
+    j.keys = std::min(end, ring.size);
+    room.order.assign(static_cast<size_t>(batch) * j.keys, 0);
+    room.starts.resize(batch);
+    for (int b = 0; b < batch; b++) {
+      const int64_t oldest = std::max<int64_t>(0, starts[b] + length - ring.size);
+      room.starts[b] = static_cast<int32_t>(starts[b] - oldest);
+      for (int64_t c = 0; c < room.starts[b] + length; c++) room.order[b * j.keys + c] = static_cast<int32_t>(ring.slot(b, oldest + c));
+    }
+    j.order = room.order.data();
+    j.starts = room.starts.data();
+  }
   j.out = at[3];
   j.out_type = type;
   attend(j);
@@ -210,8 +240,8 @@ void Blocks::add(const std::optional<mx::array>& norm, float eps, const Projecti
 namespace {
 class RunBlocks : public mx::Primitive {
  public:
-  RunBlocks(mx::Stream s, Blocks blocks, std::vector<int32_t> starts, std::vector<int32_t> homes)
-      : Primitive(s), blocks_(std::move(blocks)), starts_(std::move(starts)), homes_(std::move(homes)) {}
+  RunBlocks(mx::Stream s, Blocks blocks, std::vector<int32_t> starts, std::vector<int32_t> homes, std::vector<Ring> rings)
+      : Primitive(s), blocks_(std::move(blocks)), starts_(std::move(starts)), homes_(std::move(homes)), rings_(std::move(rings)) {}
   const char* name() const override { return "GnomonBlocks"; }
   void eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) override { throw std::runtime_error("GnomonBlocks runs on the CPU only"); }
   // inputs: x, then keys and values by turns, then what is waited for; outputs: y, and one byte
@@ -228,6 +258,7 @@ class RunBlocks : public mx::Primitive {
     *out[1].data<uint8_t>() = 1;
     for (size_t i = 0; i < blocks_.all.size(); i++) {
       Buffers& both = w->buffers.emplace_back();
+      if (!rings_.empty()) both.ring = rings_[i];
       both.slots = in[1 + 2 * i].shape(2);
       for (int j = 0; j < 2; j++) {
         const size_t n = 1 + 2 * i + j;
@@ -265,12 +296,17 @@ class RunBlocks : public mx::Primitive {
  private:
   Blocks blocks_;
   std::vector<int32_t> starts_, homes_;
+  std::vector<Ring> rings_;
 };
 }  // namespace
 
 std::optional<std::pair<mx::array, mx::array>> run_blocks(const Blocks& blocks, const mx::array& x, const std::vector<int>& starts, const std::vector<mx::array>& buffers,
-                                                          const std::optional<mx::array>& before, const std::vector<int>& homes, mx::StreamOrDevice s) {
+                                                          const std::optional<mx::array>& before, const std::vector<int>& homes, const std::vector<std::vector<int>>& rings,
+                                                          mx::StreamOrDevice s) {
   if (buffers.size() != 2 * blocks.all.size() || x.ndim() != 3 || starts.size() != static_cast<size_t>(x.shape(0)) || (!homes.empty() && homes.size() != starts.size())) return std::nullopt;
+  if (!rings.empty() && (rings.size() != blocks.all.size() || !homes.empty())) return std::nullopt;
+  std::vector<Ring> round;
+  for (auto& numbers : rings) round.push_back(Ring::of(numbers, x.shape(0), x.shape(1)));
   int rows = homes.empty() ? x.shape(0) : 0;
   for (int home : homes) {
     if (home < 0) throw std::out_of_range("row " + std::to_string(home) + " of the buffers");
@@ -281,16 +317,15 @@ std::optional<std::pair<mx::array, mx::array>> run_blocks(const Blocks& blocks, 
     const AttentionParts& a = blocks.all[i / 2]->attention;
     if (b.dtype() != x.dtype() || b.ndim() != 4 || b.shape(0) < rows || b.shape(1) != a.form.k_heads || b.shape(3) != (i % 2 ? a.dv() : a.d()) || b.shape(2) != buffers[i / 2 * 2].shape(2))
       return std::nullopt;
-    for (size_t row = 0; row < starts.size(); row++)
-      if (starts[row] < 0 || starts[row] + x.shape(1) > b.shape(2))
-        throw std::out_of_range("row " + std::to_string(row) + " ends at " + std::to_string(starts[row] + x.shape(1)) + " of " + std::to_string(b.shape(2)) + " slots");
+    const Buffers room{{}, b.shape(2), round.empty() ? Ring{} : round[i / 2]};
+    for (size_t row = 0; row < starts.size(); row++) room.check(static_cast<int>(row), starts[row], x.shape(1));
   }
   std::vector<mx::array> in;
   in.reserve(2 + buffers.size());
   in.push_back(x);
   in.insert(in.end(), buffers.begin(), buffers.end());
   if (before) in.push_back(*before);
-  auto p = std::make_shared<RunBlocks>(mx::to_stream(s), blocks, std::vector<int32_t>(starts.begin(), starts.end()), std::vector<int32_t>(homes.begin(), homes.end()));
+  auto p = std::make_shared<RunBlocks>(mx::to_stream(s), blocks, std::vector<int32_t>(starts.begin(), starts.end()), std::vector<int32_t>(homes.begin(), homes.end()), std::move(round));
   auto made = mx::array::make_arrays({x.shape(), {1}}, {x.dtype(), mx::uint8}, p, in);
   return std::pair(made[0], made[1]);
 }

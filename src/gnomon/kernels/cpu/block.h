@@ -33,6 +33,7 @@ struct Ready {
 struct Room {
   std::vector<float> normed;
   std::vector<char> wide;
+  std::vector<int32_t> order, starts;
 };
 
 // The rows at `data`, `width` values each, as many as `like` has.
@@ -56,10 +57,23 @@ struct HeadsParts {
   const float* waves = nullptr;  // set by `prepare`
 };
 
+// A ring that positions go around in: that of row b's position p is slot (p - phases[b]) % size. A query sees `window` positions up to its own.
+// `size` 0: none, positions are slots.
+struct Ring {
+  int size = 0, window = 0;
+  std::vector<int32_t> phases;
+  int64_t slot(int b, int64_t p) const { return size ? ((p - phases[b]) % size + size) % size : p; }
+  // Of [size, window, a phase for each of `rows` rows], or nothing. Throws std::invalid_argument for numbers that no window of `length` tokens can have.
+  static Ring of(const std::vector<int>& numbers, int rows, int64_t length);
+};
+
 // Buffers of keys [B or more, heads, slots, D] and values.
 struct Buffers {
   char* data[2];
   int64_t slots;
+  Ring ring;
+  // Throws std::out_of_range where the `length` positions of row b from `start` on don't fit.
+  void check(int b, int64_t start, int64_t length) const;
 };
 
 // Heads, their append at `starts` where the buffers lie, attention over them, and the output projection: the fourth operand.
@@ -104,9 +118,11 @@ struct Blocks {
 
 // The blocks over x [B, L, K]: attention appends to `buffers` (keys and values by turns) at positions `starts` [B], where they lie, as attention_layer
 // does, row b to row homes[b] of the buffers (none: to row b), where rows of one home see what each appends; both residuals are added. `before` is waited for, if given. Returns the last block's output, and an array that is computed once all is
-// appended: whoever reads the buffers depends on it, as they are no outputs (MLX's work grows with the square of those). Nothing if a buffer's type
-// or shape is another than the heads'. Throws std::out_of_range where a row doesn't fit its buffers.
+// appended: whoever reads the buffers depends on it, as they are no outputs (MLX's work grows with the square of those). `rings` are none, or those
+// of the blocks, as Ring::of takes them. Nothing if a buffer's type or shape is another than the heads'. Throws std::out_of_range where a row doesn't
+// fit its buffers.
 std::optional<std::pair<mx::array, mx::array>> run_blocks(const Blocks& blocks, const mx::array& x, const std::vector<int>& starts, const std::vector<mx::array>& buffers,
-                                                          const std::optional<mx::array>& before, const std::vector<int>& homes, mx::StreamOrDevice s);
+                                                          const std::optional<mx::array>& before, const std::vector<int>& homes, const std::vector<std::vector<int>>& rings,
+                                                          mx::StreamOrDevice s);
 
 }  // namespace gnomon
