@@ -121,7 +121,7 @@ def _appending(form: Form, keys: Key, values: Key) -> Kernel:
 """
     names = ["qkv", "keys", "values", "lengths", "inverse", "table", "counters"]
     names += ["q_norm", "k_norm"] if form.normed else []
-    return make("append_codes", FILES, names, ["out", "parts"], body, block=BLOCK, any_strides=True)
+    return make("append_codes", FILES, names, ["out", "parts"], body, block=BLOCK, any_strides=True, waits=True)
 
 
 def append_and_attend(
