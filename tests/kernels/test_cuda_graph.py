@@ -22,7 +22,9 @@ from gnomon.kernels.cuda.record import Plan, Symbol
 from kernels.test_build import fake_compiler
 from kernels.test_cuda import llama_model, prefilled
 
-KERNEL = sources.make("one", (), ["a", "b"], ["c"], "c[0] = a[0] + b_shape[1] + b_strides[0];", block=32)
+KERNEL = sources.make(
+    "one", (), ["a", "b"], ["c"], "c[0] = a[0] + b_shape[1] + b_strides[0];", block=32, any_strides=True
+)
 
 
 def call(a: Any, b: Any, size: int = 1) -> Any:
@@ -52,11 +54,13 @@ def test_the_text_of_a_kernel_declares_what_its_body_names() -> None:
         [mx.zeros((2, 3), dtype=mx.int32)], 2, lambda n, x: call(mx.zeros(4, dtype=mx.bfloat16), call(n, x))
     )
     first, second = plan.calls
-    assert "(const Numbers a, const int* b, const Shape b_shape, const Strides b_strides, float* c)" in record.text(
-        first
-    )
-    assert "(const __nv_bfloat16* a, const float* b," in record.text(second)
-    assert "__launch_bounds__(32, 1)" in record.text(first)
+
+    def text(one: record.Call) -> str:
+        return record.text(one.kernel, record.signature(record.parameters(one)))
+
+    assert "(const Numbers a, const int* b, const Shape b_shape, const Strides b_strides, float* c)" in text(first)
+    assert "(const __nv_bfloat16* a, const float* b," in text(second)
+    assert "__launch_bounds__(32, 1)" in text(first)
     assert (first.grid, first.block) == ((2, 3, 2), 32)
 
 

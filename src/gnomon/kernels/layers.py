@@ -202,7 +202,9 @@ class Attention:
         if rotation is None:
             q, k = layer.rope(q, offset=offset), layer.rope(k, offset=offset)
         if cache is not None:
-            k, v = cache.update_and_fetch(k, v)
+            # What this layer attends with takes views; a model's own code may not.
+            append = getattr(cache, "update_and_view", cache.update_and_fetch)
+            k, v = append(k, v)
         y = scaled_dot_product_attention(q, k, v, cache=cache, scale=layer.scale, mask=mask)
         y = y.transpose(0, 2, 1, 3).reshape(x.shape[0], x.shape[1], -1)
         return e.project(y, self.o.projection, after and after.weight, after.eps if after else 0.0, residual)

@@ -11,9 +11,10 @@ import mlx.core as mx
 
 from gnomon.kernels import codes, dispatch
 from gnomon.kernels.coded import Mask, View
+from gnomon.kernels.codes import Pair
 from gnomon.state.codecs.codec import Codec, Fetched
 from gnomon.state.full import FullLayer, full_mask
-from gnomon.state.layer import LayerState
+from gnomon.state.layer import CodesPair, LayerState
 from gnomon.state.rows import Rows
 from gnomon.state.sliding import SlidingLayer
 from gnomon.state.snapshot import LayerKind, LayerSnapshot
@@ -174,6 +175,37 @@ class QuantizedLayer(LayerState):
         if made is not None:
             storage.appended(*made)
         return made is not None
+
+    # What layers that run as one operation call.
+
+    pages = None
+
+    @property
+    def codes(self) -> CodesPair | None:
+        """How the buffers of `open_buffers` are read; None if they are plain."""
+        if not self._parts[0].is_coded or self._dims is None:
+            return None
+        key_dim, value_dim, dtype = self._dims
+        return self.codec.key_codes(key_dim, dtype), self.codec.value_codes(value_dim, dtype)
+
+    @property
+    def appending(self) -> mx.array | None:
+        """What is computed once a kernel has appended to the buffers."""
+        storage = self._parts[0].storage
+        return storage.appending if isinstance(storage, FullLayer) else None
+
+    def open_buffers(self, *, settled: bool = False) -> Pair | None:
+        """Those of the storage, where one holds all rows and what its elements stand for is known."""
+        part, *others = self._parts
+        if others or not isinstance(part.storage, FullLayer) or (part.is_coded and self._dims is None):
+            return None
+        return part.storage.open_buffers(settled=settled)
+
+    def appends(self, appending: mx.array) -> None:
+        """A kernel was given the buffers of `open_buffers` and appends the open window."""
+        storage = self._parts[0].storage
+        if isinstance(storage, FullLayer):
+            storage.appends(appending)
 
     # What BatchState calls.
 

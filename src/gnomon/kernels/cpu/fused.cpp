@@ -93,7 +93,8 @@ class AttentionLayer : public Heads {
     dispatch(name(), stream(), [w, x = Rows(in[0]), to = out[0].data<char>(), type = type_of(out[0].dtype()), batch = in[0].shape(0), length = static_cast<int64_t>(in[0].shape(1))] {
       w->parts.prepare(table());
       Room room;
-      w->parts.attend_rows(x, type, batch, length, starts(w->offset, batch).data(), nullptr, w->buffers, w->residual, to, room);
+      const std::vector<int32_t> first = starts(w->offset, batch);
+      w->parts.attend_rows(x, type, {batch, length, first.data()}, w->buffers, w->residual, to, room);
     });
   }
 

@@ -17,8 +17,18 @@ import mlx.core as mx
 
 from gnomon.kernels import build
 from gnomon.kernels.cuda import nvrtc
-from gnomon.kernels.cuda.record import MOST_AXES, Plan, Symbol, parameters, record, row_major, text
-from gnomon.kernels.cuda.sources import make
+from gnomon.kernels.cuda.record import (
+    MOST_AXES,
+    Parameter,
+    Plan,
+    Symbol,
+    parameters,
+    record,
+    row_major,
+    signature,
+    text,
+)
+from gnomon.kernels.cuda.sources import Kernel, make
 
 log = logging.getLogger(__name__)
 
@@ -86,14 +96,20 @@ class Graphs:
         driver refuses.
         """
         plan = record(inputs, numbers, step)
-        self._compile(plan)
+        found = [parameters(call) for call in plan.calls]
+        modules = self._compiled([(call.kernel, signature(one)) for call, one in zip(plan.calls, found, strict=True)])
         offsets, size = plan.places()
         if self._scratch is None or self._scratch.nbytes < size:
             self._scratch = mx.zeros(size, dtype=mx.uint8)
             mx.eval(self._scratch)
         arrays: list[mx.array] = [self._scratch]
         places: dict[int, int] = {}
-        launches = [self._launch(plan, i, arrays, places, offsets) for i in range(len(plan.calls))]
+        launches: list[Any] = []
+        for number, (call, module) in enumerate(zip(plan.calls, modules, strict=True)):
+            values = [self._value(one, plan, arrays, places, offsets) for one in found[number]]
+            is_early = number >= FIRST_EARLY
+            shared = call.kernel.shared_memory
+            launches.append(self._extension.Launch(module, list(call.grid), call.block, shared, is_early, values))
         result = plan.result
         if result is None:
             raise ValueError("the step has no result")
@@ -102,46 +118,46 @@ class Graphs:
             self._order, launches, arrays, list(inputs), list(shape or result.shape), result.dtype
         )
 
-    def _compile(self, plan: Plan) -> None:
-        wanted = {(call.kernel.full_name, text(call)) for call in plan.calls} - self._modules.keys()
-        if not wanted:
-            return
-        began = time.monotonic()
-        names = dict(enumerate(sorted(wanted)))
-        codes = nvrtc.compile_all(
-            {str(i): source for i, (_, source) in names.items()}, self._extension.architecture(), self._cache
-        )
-        for i, key in names.items():
-            self._modules[key] = self._extension.Module(codes[str(i)], key[0])
-        log.info("%d CUDA kernels ready in %.1f s", len(wanted), time.monotonic() - began)
+    def _compiled(self, kernels: Sequence[tuple[Kernel, str]]) -> list[Any]:
+        """Modules of kernels with these signatures, compiled all at once if they aren't yet."""
+        keys = [(kernel.full_name, declared) for kernel, declared in kernels]
+        wanted = {key: text(*one) for key, one in zip(keys, kernels, strict=True) if key not in self._modules}
+        if wanted:
+            began = time.monotonic()
+            names = {str(i): key for i, key in enumerate(wanted)}
+            texts = {name: wanted[key] for name, key in names.items()}
+            codes = nvrtc.compile_all(texts, self._extension.architecture(), self._cache)
+            for name, key in names.items():
+                self._modules[key] = self._extension.Module(codes[name], key[0])
+            log.info("%d CUDA kernels ready in %.1f s", len(wanted), time.monotonic() - began)
+        return [self._modules[key] for key in keys]
 
-    def _launch(
-        self, plan: Plan, number: int, arrays: list[mx.array], places: dict[int, int], offsets: Sequence[int]
+    def _value(
+        self,
+        parameter: Parameter,
+        plan: Plan,
+        arrays: list[mx.array],
+        places: dict[int, int],
+        offsets: Sequence[int],
     ) -> Any:
-        ext, call = self._extension, plan.calls[number]
-        found: list[Any] = []
-        for what, _, value in parameters(call):
-            if what == "numbers":
-                found.append(ext.numbers())
-            elif what == "shape":
-                found.append(ext.value(struct.pack(f"{MOST_AXES}i", *_padded(value.shape))))
-            elif what == "strides":
-                if isinstance(value, Symbol) and value.kind == "input":
-                    found.append(ext.strides(value.index))
-                else:
-                    found.append(ext.value(struct.pack(f"{MOST_AXES}q", *_padded(row_major(value.shape)))))
-            elif not isinstance(value, Symbol):
-                if id(value) not in places:
-                    places[id(value)] = len(arrays)
-                    arrays.append(value)
-                found.append(ext.array(places[id(value)]))
-            elif value is plan.result:
-                found.append(ext.output())
-            else:
-                found.append(ext.input(value.index) if value.kind == "input" else ext.array(0, offsets[value.index]))
-        is_early = number >= FIRST_EARLY
-        module = self._modules[call.kernel.full_name, text(call)]
-        return ext.Launch(module, list(call.grid), call.block, call.kernel.shared_memory, is_early, found)
+        """What the extension puts into a kernel's parameter."""
+        ext, (what, _, value) = self._extension, parameter
+        if what == "numbers":
+            return ext.numbers()
+        if what == "shape":
+            return ext.value(struct.pack(f"{MOST_AXES}i", *_padded(value.shape)))
+        if what == "strides":
+            if isinstance(value, Symbol) and value.kind == "input":
+                return ext.strides(value.index)
+            return ext.value(struct.pack(f"{MOST_AXES}q", *_padded(row_major(value.shape))))
+        if not isinstance(value, Symbol):
+            if id(value) not in places:
+                places[id(value)] = len(arrays)
+                arrays.append(value)
+            return ext.array(places[id(value)])
+        if value is plan.result:
+            return ext.output()
+        return ext.input(value.index) if value.kind == "input" else ext.array(0, offsets[value.index])
 
 
 def _padded(numbers: Sequence[int]) -> list[int]:

@@ -6,7 +6,6 @@ The plan comes from the very function that runs the kernels one by one, called w
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
@@ -96,6 +95,8 @@ class Plan:
         block: int,
     ) -> list[Any]:
         """See `sources.Recorder`."""
+        if not kernel.any_strides and any(isinstance(one, Symbol) and one.kind == "input" for one in inputs):
+            raise ValueError(f"the step hands an input to {kernel.name}, which takes contiguous arrays only")
         outputs = [
             Symbol("made", len(self.made) + i, tuple(shape), dtype)
             for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
@@ -157,17 +158,21 @@ def record(inputs: Sequence[mx.array], numbers: int, step: Callable[..., mx.arra
     return plan
 
 
-def parameters(call: Call) -> list[tuple[str, str, Symbol | mx.array]]:
-    """A kernel's parameters in order: what they hold (`pointer`, `shape`, `strides` or `numbers`), their declarations, and of what."""
+Parameter = tuple[str, str, Symbol | mx.array]
+"""What a kernel's parameter holds (`pointer`, `shape`, `strides` or `numbers`), its declaration, and of what."""
+
+
+def parameters(call: Call) -> list[Parameter]:
+    """A kernel's parameters in order."""
     kernel = call.kernel
-    found: list[tuple[str, str, Symbol | mx.array]] = []
+    found: list[Parameter] = []
     for name, value in zip(kernel.inputs, call.inputs, strict=True):
         if isinstance(value, Symbol) and value.kind == "numbers":
             found.append(("numbers", f"const Numbers {name}", value))
             continue
         found.append(("pointer", f"const {TYPES[value.dtype]}* {name}", value))
         for what, type_name in (("shape", "Shape"), ("strides", "Strides")):
-            if re.search(rf"\b{name}_{what}\b", kernel.body):
+            if f"{name}_{what}" in kernel.extras:
                 found.append((what, f"const {type_name} {name}_{what}", value))
     found += [
         ("pointer", f"{TYPES[made.dtype]}* {name}", made)
@@ -176,10 +181,13 @@ def parameters(call: Call) -> list[tuple[str, str, Symbol | mx.array]]:
     return found
 
 
-def text(call: Call) -> str:
+def signature(found: Sequence[Parameter]) -> str:
+    """The declarations of a kernel's parameters."""
+    return ", ".join(declaration for _, declaration, _ in found)
+
+
+def text(kernel: Kernel, signature: str) -> str:
     """What a kernel of the chain is compiled from; the function's name is the kernel's full name."""
-    kernel = call.kernel
-    signature = ", ".join(declaration for _, declaration, _ in parameters(call))
     return (
         f"{PRELUDE}{kernel.includes}"
         f'extern "C" __global__ void __launch_bounds__({kernel.block}, {kernel.blocks_per_processor}) '

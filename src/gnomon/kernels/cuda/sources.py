@@ -89,6 +89,11 @@ class Kernel:
         )
         return f"gnomon_{self.name}_{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:12]}"
 
+    @cached_property
+    def extras(self) -> frozenset[str]:
+        """The `NAME_shape` and `NAME_strides` that the body names."""
+        return frozenset(re.findall(r"\b\w+_(?:shape|strides)\b", self.body))
+
     @property
     def includes(self) -> str:
         """The lines that include the files."""
