@@ -304,7 +304,7 @@ def test_which_policy_takes_these_kernels(
     monkeypatch.setattr(native, "is_cuda", lambda: True)
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
     try:
-        found = native.start(policy, cache=tmp_path)
+        found = native.start(policy, cache=tmp_path, graph=False)
         assert (found.policy, found.native, found.reason) == (policy, is_native, None)
         assert found.isa == (native.CUDA if is_native else None)
     finally:
