@@ -297,6 +297,21 @@ def test_shared_buffers_grow_for_appends_in_place() -> None:
     assert (np.array(keys[0, :, :256].astype(mx.float32)) == kept).all()
 
 
+@pytest.mark.parametrize(("policy", "is_native"), [("auto", False), ("stock", False), ("native", True)])
+def test_which_policy_takes_these_kernels(
+    policy: native.Policy, is_native: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(native, "is_cuda", lambda: True)
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    try:
+        found = native.start(policy, cache=tmp_path, graph=False)
+        assert (found.policy, found.native, found.reason) == (policy, is_native, None)
+        assert found.isa == (native.CUDA if is_native else None)
+    finally:
+        dispatch.choose(False)
+        dispatch.uninstall()
+
+
 @pytest.mark.device
 def test_every_kernel_against_float64_and_rows_alone() -> None:
     from gnomon.kernels.cuda.verify import verify
