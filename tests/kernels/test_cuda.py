@@ -62,15 +62,24 @@ def spread(model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize(("rows", "tiles"), [(1, 1), (8, 1), (9, 2), (16, 2), (17, 4), (32, 4)])
-def test_kernels_are_made_for_8_16_and_32_rows(rows: int, tiles: int) -> None:
-    assert products.tiles_of_rows(rows) == tiles
+@pytest.mark.parametrize(("rows", "most"), [(1, 1), (2, 8), (8, 8), (9, 16), (16, 16), (17, 32), (32, 32)])
+def test_kernels_are_made_for_1_8_16_and_32_rows(rows: int, most: int) -> None:
+    assert products.Cut.of(rows, 4).rows == most
 
 
 @pytest.mark.parametrize("rows", [0, 33])
 def test_other_numbers_of_rows_are_refused(rows: int) -> None:
     with pytest.raises(ValueError, match=rf"1\.\.32, got {rows}"):
-        products.tiles_of_rows(rows)
+        products.Cut.of(rows, 4)
+
+
+@pytest.mark.parametrize("paired", [False, True])
+@pytest.mark.parametrize("rows", [1, 8, 16, 32])
+@pytest.mark.parametrize(("bits", "group"), [*itertools.product((4, 8), (32, 64, 128)), (16, 64)])
+def test_a_block_fits_a_multiprocessor(bits: int, group: int, rows: int, paired: bool) -> None:
+    cut = products.Cut.of(rows, bits, paired=paired)
+    assert cut.shared_memory(bits, group) <= 227 * 1024  # Hopper's limit for one block
+    assert cut.tiles % 2 == 0 or not paired
 
 
 @pytest.mark.parametrize(("bits", "group"), list(itertools.product((4, 8), (32, 64, 128))))

@@ -6,8 +6,8 @@ Contract
     result     x's type
 
 Arithmetic: products in the tensor cores with float32 sums over codes, which are exact; scales and biases in float32 per group; eight
-shares of K added in one order; one rounding to the result's type. An output depends, to the bit, on its row of x and its row of the weights
-alone, for every M.
+warps take K by turns and their sums are added in one order; one rounding to the result's type. An output depends, to the bit, on its row of
+x and its row of the weights alone, for every M.
 
 A norm before a product is folded into it: who makes x also makes x times the norm's weight (rounded once) and its sums of squares, and the
 product is divided by the root of their mean at its end.
@@ -30,9 +30,11 @@ BITS = frozenset({4, 8, DENSE})
 GROUPS = frozenset({32, 64, 128})
 TYPES = {mx.bfloat16: "__nv_bfloat16", mx.float16: "__half"}
 MOST_ROWS = 32
-BLOCK = 256
-WIDE = 16384
-"""From this many outputs on a block takes two tiles of weights: rows of x are then read half as often."""
+WARPS = 8
+"""Per block; they share K, so this number is part of the arithmetic."""
+BLOCK = 32 * WARPS
+REGISTERS, SHARED_MEMORY = 65536, 227 * 1024
+"""Of a multiprocessor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +113,49 @@ class Normed:
     eps: float
 
 
-def tiles_of_rows(rows: int) -> int:
-    """How many tiles of 8 rows of x a kernel is made for, to take `rows` of them: 1, 2 or 4. Raises ValueError for more than 32."""
-    if not 1 <= rows <= MOST_ROWS:
-        raise ValueError(f"rows must lie in 1..{MOST_ROWS}, got {rows}")
-    return 1 if rows <= 8 else 2 if rows <= 16 else 4
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a kernel cuts a product (`gnomon::Cut`). None of it changes a result's bits."""
+
+    rows: int
+    """Rows of x at most: 1, 8, 16 or 32."""
+    tiles: int
+    """Tiles of 16 rows of weights per block."""
+    depth: int
+    """Stages of 128 bytes per row of weights that a warp has under way."""
+    ring: bool
+    """Whether x lies beside the weights in shared memory or is read where it is."""
+
+    def type(self) -> str:
+        return f"gnomon::Cut<{self.rows}, {self.tiles}, {WARPS}, {self.depth}, {'true' if self.ring else 'false'}>"
+
+    def shared_memory(self, bits: int, group: int) -> int:
+        """Bytes per block (`gnomon::Ring`)."""
+        values = 1024 // bits
+        scales = 0 if bits == DENSE else max(4, 2 * values // group)
+        rows = 0 if not self.ring else max(2, self.rows)
+        stage = self.tiles * (2048 + 32 * scales) + rows * values * 2
+        return WARPS * max(self.depth * stage, self.tiles * -(-self.rows // 8) * 512)
+
+    def residents(self, bits: int, group: int) -> int:
+        """Blocks per multiprocessor to leave registers for."""
+        sums = self.tiles * -(-self.rows // 8)
+        registers = 64 if sums == 1 else 80 if sums == 2 else 128 if sums <= 4 else 168
+        most = SHARED_MEMORY // (self.shared_memory(bits, group) + 1024)
+        return max(1, min(REGISTERS // (registers * BLOCK), most))
+
+    @staticmethod
+    def of(rows: int, bits: int, *, paired: bool = False) -> Cut:
+        """For that many rows of x. `paired` weights are two of which a block needs the same rows.
+
+        Raises ValueError for more than 32 rows.
+        """
+        if not 1 <= rows <= MOST_ROWS:
+            raise ValueError(f"rows must lie in 1..{MOST_ROWS}, got {rows}")
+        if rows == 1:
+            return Cut(1, 2 if paired else 1, 2 if bits != DENSE else 4, ring=True)
+        most = 8 if rows <= 8 else 16 if rows <= 16 else 32
+        return Cut(most, 2, 2, ring=most == 8 or bits == DENSE)
 
 
 def _names(i: int, kind: tuple[int, int, bool]) -> list[str]:
@@ -129,44 +169,38 @@ def _part(i: int, kind: tuple[int, int, bool], dtype: str) -> str:
     return f"gnomon::Weights<{dtype}>{{w{i}, {scales}, {f'c{i}' if biased else 'nullptr'}, w{i}_shape[0]}}"
 
 
-AHEAD = 2
-"""Chunks of weights to load at once: more blocks at a time hide more than more loads of one."""
-
-
-def _residents(tiles: int) -> int:
-    """Blocks per multiprocessor to leave registers for, for that many tiles of results in registers."""
-    return {1: 4, 2: 3, 4: 1}[tiles]
+def _make(name: str, inputs: list[str], outputs: list[str], body: str, kind: tuple[int, int, bool], cut: Cut) -> Kernel:
+    bits, group, _ = kind
+    shared = cut.shared_memory(bits, group)
+    body = f"""
+  using Cut = {cut.type()};
+  static_assert(gnomon::Ring<{bits}, {group}, Cut>::BYTES * {WARPS} == {shared});
+{body}"""
+    residents = cut.residents(bits, group)
+    return make(
+        name, "linear.cuh", inputs, outputs, body, block=BLOCK, blocks_per_processor=residents, shared_memory=shared
+    )
 
 
 @cache
-def _plain(
-    kinds: tuple[tuple[int, int, bool], ...], dtype: mx.Dtype, tiles: int, wide: int, eps: float | None
-) -> Kernel:
+def _plain(kinds: tuple[tuple[int, int, bool], ...], dtype: mx.Dtype, cut: Cut, eps: float | None) -> Kernel:
     t, (bits, group, _) = TYPES[dtype], kinds[0]
     squares = "nullptr, 0, 0.0f" if eps is None else f"squares, squares_shape[1], {eps!r}f"
     body = f"""
   const gnomon::Weights<{t}> parts[] = {{{", ".join(_part(i, kind, t) for i, kind in enumerate(kinds))}}};
-  gnomon::plain<{t}, {bits}, {group}, {tiles}, {wide}, {AHEAD}, {len(kinds)}>(
-      parts, x, x_shape[0], x_shape[1], {squares}, out);
+  gnomon::plain<{t}, {bits}, {group}, Cut, {len(kinds)}>(parts, x, x_shape[0], x_shape[1], {squares}, out);
 """
     names = ["x", *([] if eps is None else ["squares"]), *(n for i, kind in enumerate(kinds) for n in _names(i, kind))]
-    residents = _residents(min(4, tiles * wide))
-    return make("plain", "linear.cuh", names, ["out"], body, block=BLOCK, blocks_per_processor=residents)
+    return _make("plain", names, ["out"], body, kinds[0], cut)
 
 
 def product(x: mx.array | Normed, *weights: Weights) -> mx.array:
     """x @ w.T (+ bias) for several weights of one kind, side by side: [M, all outputs]."""
     rows = x.rows if isinstance(x, Normed) else x
     first = weights[0]
-    wide = 2 if first.outputs >= WIDE else 1
-    kernel = _plain(
-        tuple(w.kind for w in weights),
-        first.dtype,
-        tiles_of_rows(rows.shape[0]),
-        wide,
-        x.eps if isinstance(x, Normed) else None,
-    )
-    blocks = sum(-(-w.outputs // (16 * wide)) for w in weights)
+    cut = Cut.of(rows.shape[0], first.bits)
+    kernel = _plain(tuple(w.kind for w in weights), first.dtype, cut, x.eps if isinstance(x, Normed) else None)
+    blocks = sum(-(-w.outputs // (16 * cut.tiles)) for w in weights)
     return kernel(
         inputs=[rows, *([x.squares] if isinstance(x, Normed) else []), *(a for w in weights for a in w.arrays())],
         output_shapes=[(rows.shape[0], sum(w.outputs for w in weights))],
@@ -177,49 +211,46 @@ def product(x: mx.array | Normed, *weights: Weights) -> mx.array:
 
 
 @cache
-def _gated(kind: tuple[int, int, bool], dtype: mx.Dtype, tiles: int, eps: float) -> Kernel:
+def _gated(kind: tuple[int, int, bool], dtype: mx.Dtype, cut: Cut, eps: float) -> Kernel:
     t, (bits, group, _) = TYPES[dtype], kind
     body = f"""
-  gnomon::gated<{t}, {bits}, {group}, {tiles}, {AHEAD}>(
+  gnomon::gated<{t}, {bits}, {group}, Cut>(
       {_part(0, kind, t)}, {_part(1, kind, t)}, x, x_shape[0], x_shape[1], squares, squares_shape[1], {eps!r}f, out);
 """
-    names = ["x", "squares", *_names(0, kind), *_names(1, kind)]
-    residents = _residents(min(4, 2 * tiles))
-    return make("gated", "linear.cuh", names, ["out"], body, block=BLOCK, blocks_per_processor=residents)
+    return _make("gated", ["x", "squares", *_names(0, kind), *_names(1, kind)], ["out"], body, kind, cut)
 
 
 def gated(x: Normed, gate: Weights, up: Weights) -> mx.array:
     """silu(x @ gate.T) * (x @ up.T)."""
-    kernel = _gated(gate.kind, gate.dtype, tiles_of_rows(x.rows.shape[0]), x.eps)
-    return kernel(
+    cut = Cut.of(x.rows.shape[0], gate.bits, paired=True)
+    return _gated(gate.kind, gate.dtype, cut, x.eps)(
         inputs=[x.rows, x.squares, *gate.arrays(), *up.arrays()],
         output_shapes=[(x.rows.shape[0], gate.outputs)],
         output_dtypes=[gate.dtype],
-        grid=(-(-gate.outputs // 16) * BLOCK, 1, 1),
+        grid=(-(-gate.outputs // (8 * cut.tiles)) * BLOCK, 1, 1),
         threadgroup=(BLOCK, 1, 1),
     )[0]
 
 
 @cache
-def _add(kind: tuple[int, int, bool], dtype: mx.Dtype, tiles: int) -> Kernel:
+def _add(kind: tuple[int, int, bool], dtype: mx.Dtype, cut: Cut) -> Kernel:
     t, (bits, group, _) = TYPES[dtype], kind
     body = f"""
-  gnomon::add<{t}, {bits}, {group}, {tiles}, {AHEAD}>(
+  gnomon::add<{t}, {bits}, {group}, Cut>(
       {_part(0, kind, t)}, x, x_shape[0], x_shape[1], residual, norm, h, hw, squares);
 """
-    names, results = ["x", "residual", "norm", *_names(0, kind)], ["h", "hw", "squares"]
-    residents = _residents(tiles)
-    return make("add", "linear.cuh", names, results, body, block=BLOCK, blocks_per_processor=residents)
+    return _make("add", ["x", "residual", "norm", *_names(0, kind)], ["h", "hw", "squares"], body, kind, cut)
 
 
 def add(x: mx.array, weights: Weights, residual: mx.array, norm: mx.array, eps: float) -> tuple[mx.array, Normed]:
     """residual + x @ w.T, and the same before the next product, whose norm has the weight `norm` [N]. N is a multiple of 16."""
     rows, outputs = x.shape[0], weights.outputs
-    h, hw, squares = _add(weights.kind, weights.dtype, tiles_of_rows(rows))(
+    cut = Cut.of(rows, weights.bits)
+    h, hw, squares = _add(weights.kind, weights.dtype, cut)(
         inputs=[x, residual, norm, *weights.arrays()],
         output_shapes=[(rows, outputs), (rows, outputs), (rows, outputs // 16)],
         output_dtypes=[weights.dtype, weights.dtype, mx.float32],
-        grid=(outputs // 16 * BLOCK, 1, 1),
+        grid=(-(-outputs // (16 * cut.tiles)) * BLOCK, 1, 1),
         threadgroup=(BLOCK, 1, 1),
     )
     return h, Normed(hw, squares, eps)

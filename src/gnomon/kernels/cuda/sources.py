@@ -40,11 +40,12 @@ def make(
     block: int,
     blocks_per_processor: int = 1,
     any_strides: bool = False,
+    shared_memory: int = 0,
 ) -> Kernel:
     """A kernel whose `body` uses what `file` defines.
 
-    `block` threads and `blocks_per_processor` bound its registers. With `any_strides`, inputs that are not contiguous are passed as they
-    are, otherwise MLX copies them.
+    `block` threads and `blocks_per_processor` bound its registers; `shared_memory` is a block's dynamic share in bytes. With `any_strides`,
+    inputs that are not contiguous are passed as they are, otherwise MLX copies them.
     """
     path, text = header(file)
     parts = (text, body, ",".join(inputs), ",".join(outputs), str(block), str(blocks_per_processor))
@@ -53,7 +54,7 @@ def make(
     # name afterwards. Were the prefix another, there would be no bounds.
     symbol = f"custom_kernel_{full}"
     bounds = f"#define {symbol} __launch_bounds__({block}, {blocks_per_processor}) {symbol}\n"
-    options: dict[str, Any] = {"ensure_row_contiguous": not any_strides}
+    options: dict[str, Any] = {"ensure_row_contiguous": not any_strides, "shared_memory": shared_memory}
     kernel = mx.fast.cuda_kernel(
         name=full,
         input_names=list(inputs),
