@@ -1,9 +1,9 @@
 // Products of 1 to 32 rows with weights [N, K], for the tensor cores: mma.m16n8k16 with 16 rows of weights as its A and up to 8 rows of x as
 // its B. Codes stay whole numbers (exact in bf16 and f16); scales and biases are applied in float32 per group.
 //
-// A block takes TILES tiles of 16 rows of weights. Its warps take stages of K by turns, 128 bytes of every row each, through a ring of their own in
-// shared memory, so nothing waits for another warp until their sums are added, in one order. Which order depends on K alone, so an output
-// depends on its row of x and its row of weights alone.
+// A block takes TILES tiles of 16 rows of weights, then the next that are its own. Its warps take stages of K by turns, 128 bytes of every
+// row each, through a ring of their own in shared memory that runs on across tiles; x stays in shared memory where it fits. The warps' sums
+// are added in one order, which depends on K alone, so an output depends on its row of x and its row of weights alone.
 //
 // Weights, scales, biases and norms don't change: a block asks for them before it waits for the kernel before it (`wait_for_others`), so that
 // they arrive meanwhile where the launch allows it.
@@ -11,6 +11,20 @@
 #include <cuda_fp16.h>
 
 namespace gnomon {
+
+// Two nibbles of a word under the bits of a number whose last place is 1: one instruction, if the constants are in registers.
+struct Nibbles {
+  unsigned mask, magic;
+  __device__ __forceinline__ Nibbles(unsigned m) {
+    asm("mov.b32 %0, 0x000f000f;" : "=r"(mask));
+    asm("mov.b32 %0, %1;" : "=r"(magic) : "r"(m));
+  }
+  __device__ __forceinline__ unsigned of(unsigned q) const {
+    unsigned a;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(a) : "r"(q), "r"(mask), "r"(magic));
+    return a;
+  }
+};
 
 template <typename T>
 struct Type;
@@ -27,7 +41,8 @@ struct Type<__nv_bfloat16> {
   }
   // Two nibbles plus 128: that is 0x4300, and there the last place is 1.
   static constexpr float NIBBLE_ZERO = 128.0f;
-  static __device__ __forceinline__ unsigned nibbles(unsigned q) { return (q & 0x000f000fu) | 0x43004300u; }
+  static __device__ __forceinline__ unsigned nibbles(unsigned q, const Nibbles& c) { return c.of(q); }
+  static constexpr unsigned MAGIC = 0x43004300u;
   // Bytes I and I + 1 less 128, by way of 2^23 + byte; such floats end in 16 zero bits.
   template <int I>
   static __device__ __forceinline__ unsigned bytes(unsigned q) {
@@ -53,9 +68,8 @@ struct Type<__half> {
   }
   // 0x6400 is 1024, and there the last place is 1; less 1024 again, which would cost too much of a float32 sum.
   static constexpr float NIBBLE_ZERO = 0.0f;
-  static __device__ __forceinline__ unsigned nibbles(unsigned q) {
-    return minus((q & 0x000f000fu) | 0x64006400u, 0x64006400u);
-  }
+  static __device__ __forceinline__ unsigned nibbles(unsigned q, const Nibbles& c) { return minus(c.of(q), MAGIC); }
+  static constexpr unsigned MAGIC = 0x64006400u;
   template <int I>
   static __device__ __forceinline__ unsigned bytes(unsigned q) {
     return minus(__byte_perm(q, 0x64646464u, I ? 0x4342 : 0x4140), 0x64806480u);
@@ -143,8 +157,15 @@ struct Weights {
   int rows;
 };
 
-// What a warp takes at once, and where it lies in its ring. BITS 16 are dense weights. ROWS rows of x at most, TILES tiles of weights.
-template <int BITS, int GROUP, int ROWS, int TILES, bool X_IN_RING>
+// How a product is cut: rows of x at most, tiles of weights at a time, stages in a warp's ring, whether x stays in shared memory.
+template <int ROWS_, int TILES_, int DEPTH_, bool X_STAYS_>
+struct Cut {
+  static constexpr int ROWS = ROWS_, TILES = TILES_, DEPTH = DEPTH_, NT = (ROWS + 7) / 8;
+  static constexpr bool X_STAYS = X_STAYS_;
+};
+
+// What a warp takes at once, and where it lies in shared memory: the warps' rings, x, a row of zeros, sums. BITS 16 are dense weights.
+template <int BITS, int GROUP, typename C>
 struct Stage {
   static constexpr int VALUES = 1024 / BITS;                                // of K
   static constexpr int SUB = BITS != 16 && GROUP == 32 ? 32 : 64;           // values per unit: never of two groups
@@ -154,14 +175,19 @@ struct Stage {
   static constexpr int GROUPS = BITS == 16 ? 0 : VALUES / GROUP;
   static constexpr int SCALE_BYTES = BITS == 16 ? 0 : GROUPS == 1 ? 4 : 2 * GROUPS;  // per row of weights; a lone one lies in its half of a word
   static constexpr int PIECES = VALUES / 8;                                 // of 16 bytes per row of x
-  static constexpr int SCALES = TILES * 2048;
-  static constexpr int X = SCALES + TILES * 32 * SCALE_BYTES;
-  static constexpr int X_ROWS = !X_IN_RING ? 0 : ROWS == 1 ? 2 : ROWS;      // zeros stand for those that aren't there
-  static constexpr bool ORDERED = BITS == 4 && X_IN_RING && ROWS == 1;      // x lies there as codes come out
-  static constexpr int BYTES = X + X_ROWS * VALUES * 2;
+  static constexpr int SCALES = C::TILES * 2048;
+  static constexpr int BYTES = SCALES + C::TILES * 32 * SCALE_BYTES;
+  static constexpr int ROW = VALUES * 2;                                    // bytes of x
+  static constexpr int SHARE = C::ROWS == 1 ? C::TILES * 16 : C::TILES * C::NT * 128;  // sums per warp
   // Pieces of 16 bytes are moved about so that lanes read different banks.
   static __device__ __forceinline__ int turn(int row) { return (row & 1) << 2 | (row & 2) | (row >> 2 & 1); }
   static __device__ __forceinline__ int turn_x(int row) { return (row & 1) << (BITS != 16 && SUB == 64 ? 0 : 2); }
+  static __device__ __forceinline__ int stages(int K) { return (K + VALUES - 1) / VALUES; }
+  static __device__ __forceinline__ int x_bytes(int K) {  // per warp
+    return C::X_STAYS ? (stages(K) + WARPS - 1) / WARPS * C::ROWS * ROW : 0;
+  }
+  static __device__ __forceinline__ unsigned x_of(int warp, int K) { return WARPS * C::DEPTH * BYTES + warp * x_bytes(K); }
+  static __device__ __forceinline__ unsigned sums(int K) { return x_of(WARPS, K) + ROW; }
 };
 
 // Eight values of x as the nibbles of a word come out: 0 with 4, 1 with 5, 2 with 6, 3 with 7.
@@ -171,195 +197,155 @@ __device__ __forceinline__ void order(unsigned& v0, unsigned& v1, unsigned& v2, 
   v2 = __byte_perm(x1, x3, 0x5410), v3 = __byte_perm(x1, x3, 0x7632);
 }
 
-template <typename T, int BITS, int GROUP, int ROWS, int TILES, bool X_IN_RING>
-struct Multiplier {
-  using L = Stage<BITS, GROUP, ROWS, TILES, X_IN_RING>;
-  static constexpr int NT = (ROWS + 7) / 8;
+// A warp's way through the weights: which rows of which weights it fetches for a set of tiles.
+template <typename T, int BITS, int GROUP, typename C>
+struct Rows {
+  using L = Stage<BITS, GROUP, C>;
+  const char* w[C::TILES];  // this lane's piece of its first row
+  const T* s[C::TILES];     // this lane's row of scales or biases
+  int room[C::TILES];       // rows behind the first
 
-  const Weights<T> (&part)[TILES];
-  const int (&first)[TILES];
-  const T* x;
-  const int M, K, lane;
+  __device__ __forceinline__ void find(int tile, const Weights<T>& part, int first, int K, int lane) {
+    const int row = min(first + (lane >> 3), part.rows - 1);
+    w[tile] = (const char*)part.w + (size_t)row * (K * BITS / 8) + (lane & 7) * 16;
+    room[tile] = part.rows - 1 - row;
+    if constexpr (BITS != 16) s[tile] = (lane < 16 ? part.s : part.b) + (size_t)min(first + (lane & 15), part.rows - 1) * (K / GROUP);
+  }
 
-  // Stage c of the weights.
-  __device__ __forceinline__ void fetch_weights(int c, unsigned to) const {
+  __device__ __forceinline__ void fetch(int c, unsigned to, int K, int lane, bool aligned) const {
     const int row_bytes = K * BITS / 8;
+    const bool there = c * 128 + (lane & 7) * 16 < row_bytes;
+    const int r = lane >> 3;
+    const unsigned place = r * 128 + (((lane & 7) ^ L::turn(r)) << 4);
 #pragma unroll
-    for (int i = 0; i < TILES; ++i) {
-      const int piece = lane & 7, at = c * 128 + piece * 16;
+    for (int i = 0; i < C::TILES; ++i) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        const int r = (lane >> 3) + 4 * j;
-        const char* from = (const char*)part[i].w + (size_t)min(first[i] + r, part[i].rows - 1) * row_bytes + at;
-        const int valid = at < row_bytes ? 16 : 0;
-        copy_async<16>(rings + to + i * 2048 + r * 128 + ((piece ^ L::turn(r)) << 4), valid ? from : (const char*)part[i].w, valid);
+        const char* from = w[i] + min(4 * j, room[i]) * row_bytes + c * 128;
+        copy_async<16>(rings + to + i * 2048 + j * 512 + (place ^ (j & 1) << 4), there ? from : w[i], there ? 16 : 0);
       }
       if constexpr (BITS != 16) {
-        const int groups = K / GROUP, r = lane & 15, left = groups - c * L::GROUPS;
-        const T* from = (lane < 16 ? part[i].s : part[i].b) + (size_t)min(first[i] + r, part[i].rows - 1) * groups;
         const unsigned into = to + L::SCALES + (i * 32 + lane) * L::SCALE_BYTES;
-        if (__all_sync(0xffffffffu, groups % (L::SCALE_BYTES / 2) == 0 && (size_t)from % L::SCALE_BYTES == 0)) {
-          copy_async<L::SCALE_BYTES>(rings + into, from + (L::GROUPS == 1 ? c & ~1 : c * L::GROUPS), L::SCALE_BYTES);
+        if (aligned) {
+          copy_async<L::SCALE_BYTES>(rings + into, s[i] + (L::GROUPS == 1 ? c & ~1 : c * L::GROUPS), L::SCALE_BYTES);
         } else {
-#pragma unroll
-          for (int q = 0; q < L::GROUPS; ++q) {
-            const unsigned short v = q < left ? reinterpret_cast<const unsigned short*>(from)[c * L::GROUPS + q] : 0;
-            shared_at<unsigned short>(into + 2 * (L::GROUPS == 1 ? c & 1 : q)) = v;
-          }
+          for (int q = 0; q < L::GROUPS; ++q)
+            shared_at<unsigned short>(into + 2 * (L::GROUPS == 1 ? c & 1 : q)) =
+                c * L::GROUPS + q < K / GROUP ? reinterpret_cast<const unsigned short*>(s[i])[c * L::GROUPS + q] : 0;
         }
       }
     }
   }
+};
 
-  // Stage c of x by way of registers, in the order in which codes come out.
-  __device__ __forceinline__ uint4 load_x(int c, int m, int piece) const {
-    const int k = c * L::VALUES + piece * 8;
-    uint4 v = make_uint4(0, 0, 0, 0);
-    if (k < K) v = *reinterpret_cast<const uint4*>(x + (size_t)m * K + k);
-    return v;
-  }
-  __device__ __forceinline__ void store_x(uint4 v, int m, int piece, unsigned to) const {
-    if constexpr (L::ORDERED) order(v.x, v.y, v.z, v.w);
-    shared_at<uint4>(to + L::X + m * (L::VALUES * 2) + ((piece ^ L::turn_x(m)) << 4)) = v;
-  }
-  __device__ __forceinline__ void fetch_x(int c, unsigned to) const {
-#pragma unroll 4
-    for (int i = lane; i < M * L::PIECES; i += 32) store_x(load_x(c, i / L::PIECES, i % L::PIECES), i / L::PIECES, i % L::PIECES, to);
-  }
-  // As it is, with the weights of a later stage.
-  __device__ __forceinline__ void fetch_x_async(int c, unsigned to) const {
-#pragma unroll 4
-    for (int i = lane; i < M * L::PIECES; i += 32) {
-      const int m = i / L::PIECES, piece = i % L::PIECES, k = c * L::VALUES + piece * 8;
-      copy_async<16>(rings + to + L::X + m * (L::VALUES * 2) + ((piece ^ L::turn_x(m)) << 4), k < K ? x + (size_t)m * K + k : x, k < K ? 16 : 0);
-    }
-  }
-  // Rows of x that aren't there.
-  __device__ __forceinline__ void clear_x(unsigned to) const {
-    for (int i = M * L::PIECES + lane; i < L::X_ROWS * L::PIECES; i += 32) shared_at<uint4>(to + L::X + i * 16) = make_uint4(0, 0, 0, 0);
-  }
-
-  // acc[tile][nt] += the tiles' rows of weights times 8 rows of x each, over stage c.
-  __device__ __forceinline__ void multiply(int c, unsigned stage, float (&acc)[TILES][NT][4]) const {
-    const int g = lane >> 2, t = lane & 3;
-    // What must be added per code: 8-bit ones come less 128, 4-bit ones may come with something added.
-    const float ZERO = BITS == 8 ? 128.0f : -Type<T>::NIBBLE_ZERO;
+// acc[tile][nt] += the tiles' rows of weights times 8 rows of x each, over stage c, which is at `stage`, and its x at `xs`.
+template <typename T, int BITS, int GROUP, typename C>
+__device__ __forceinline__ void multiply(int c, unsigned stage, unsigned xs, unsigned zeros, const T* x, int M, int K, const Nibbles& nibbles,
+                                         float (&acc)[C::TILES][C::NT][4]) {
+  using L = Stage<BITS, GROUP, C>;
+  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  // What must be added per code: 8-bit ones come less 128, 4-bit ones may come with something added.
+  const float ZERO = BITS == 8 ? 128.0f : -Type<T>::NIBBLE_ZERO;
 #pragma unroll
-    for (int u = 0; u < L::UNITS; ++u) {
-      unsigned xw[NT][L::SUB / 8];
+  for (int u = 0; u < L::UNITS; ++u) {
+    unsigned xw[C::NT][L::SUB / 8];
 #pragma unroll
-      for (int nt = 0; nt < NT; ++nt) {
-        const int m = nt * 8 + g;
+    for (int nt = 0; nt < C::NT; ++nt) {
+      const int m = nt * 8 + g;
 #pragma unroll
-        for (int j = 0; j < L::SUB / 32; ++j) {
-          const int piece = u * (L::SUB / 8) + (BITS == 16 ? 4 * j + t : L::SUB / 32 * t + j);
-          unsigned(&v)[4] = reinterpret_cast<unsigned(&)[4]>(xw[nt][4 * j]);
-          if constexpr (X_IN_RING) {
-            const int row = min(m, L::X_ROWS - 1);
-            load_shared<4>(stage + L::X + row * (L::VALUES * 2) + ((piece ^ L::turn_x(row)) << 4), v);
-          } else {
-            v[0] = v[1] = v[2] = v[3] = 0;
-            const int k = c * L::VALUES + piece * 8;
-            if (m < M && k < K) {
-              const uint4 q = *reinterpret_cast<const uint4*>(x + (size_t)m * K + k);
-              v[0] = q.x, v[1] = q.y, v[2] = q.z, v[3] = q.w;
-            }
+      for (int j = 0; j < L::SUB / 32; ++j) {
+        const int piece = u * (L::SUB / 8) + (BITS == 16 ? 4 * j + t : L::SUB / 32 * t + j);
+        unsigned(&v)[4] = reinterpret_cast<unsigned(&)[4]>(xw[nt][4 * j]);
+        if constexpr (C::X_STAYS && C::ROWS == 1) {
+          load_shared<4>((g ? zeros : xs) + (piece << 4), v);
+        } else if constexpr (C::X_STAYS) {
+          load_shared<4>(m < M ? xs + m * L::ROW + ((piece ^ L::turn_x(m)) << 4) : zeros + (piece << 4), v);
+        } else {
+          const int k = c * L::VALUES + piece * 8;
+          v[0] = v[1] = v[2] = v[3] = 0;
+          if (m < M && k < K) {
+            const uint4 q = *reinterpret_cast<const uint4*>(x + (size_t)m * K + k);
+            v[0] = q.x, v[1] = q.y, v[2] = q.z, v[3] = q.w;
           }
-          if constexpr (BITS == 4 && !L::ORDERED) order(v[0], v[1], v[2], v[3]);
+          if constexpr (BITS == 4) order(v[0], v[1], v[2], v[3]);
         }
       }
-      float sums[NT][4];
+    }
+    float sums[C::NT][4];
+    if constexpr (BITS != 16) {
+      const unsigned ones[4] = {Type<T>::ONES, Type<T>::ONES, Type<T>::ONES, Type<T>::ONES};
+#pragma unroll
+      for (int nt = 0; nt < C::NT; ++nt) {
+        sums[nt][0] = sums[nt][1] = sums[nt][2] = sums[nt][3] = 0.0f;
+#pragma unroll
+        for (int j = 0; j < L::MMAS; ++j) Type<T>::mma(sums[nt], ones, xw[nt][2 * j], xw[nt][2 * j + 1]);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < C::TILES; ++i) {
+      unsigned q[2][L::WORDS];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const unsigned row = stage + i * 2048 + (g + 8 * h) * 128;
+        const int turned = L::turn(g);
+        if constexpr (BITS == 16) {
+          load_shared<4>(row + ((t ^ turned) << 4), &q[h][0]);
+          load_shared<4>(row + (((4 + t) ^ turned) << 4), &q[h][4]);
+        } else {
+          const int byte = u * (L::SUB * BITS / 8) + t * (L::WORDS * 4);
+          load_shared<L::WORDS>(row + (((byte >> 4) ^ turned) << 4) + (byte & 15), &q[h][0]);
+        }
+      }
+      float d[C::NT][4];
       if constexpr (BITS != 16) {
-        const unsigned ones[4] = {Type<T>::ONES, Type<T>::ONES, Type<T>::ONES, Type<T>::ONES};
 #pragma unroll
-        for (int nt = 0; nt < NT; ++nt) {
-          sums[nt][0] = sums[nt][1] = sums[nt][2] = sums[nt][3] = 0.0f;
-#pragma unroll
-          for (int j = 0; j < L::MMAS; ++j) Type<T>::mma(sums[nt], ones, xw[nt][2 * j], xw[nt][2 * j + 1]);
-        }
+        for (int nt = 0; nt < C::NT; ++nt) d[nt][0] = d[nt][1] = d[nt][2] = d[nt][3] = 0.0f;
       }
 #pragma unroll
-      for (int i = 0; i < TILES; ++i) {
-        unsigned q[2][L::WORDS];
+      for (int j = 0; j < L::MMAS; ++j) {
+        unsigned a[4];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          const unsigned row = stage + i * 2048 + (g + 8 * h) * 128;
-          const int turned = L::turn(g);
           if constexpr (BITS == 16) {
-            load_shared<4>(row + ((t ^ turned) << 4), &q[h][0]);
-            load_shared<4>(row + (((4 + t) ^ turned) << 4), &q[h][4]);
+            a[h] = q[h][2 * j], a[2 + h] = q[h][2 * j + 1];
+          } else if constexpr (BITS == 8) {
+            a[h] = Type<T>::template bytes<0>(q[h][j]), a[2 + h] = Type<T>::template bytes<2>(q[h][j]);
           } else {
-            const int byte = u * (L::SUB * BITS / 8) + t * (L::WORDS * 4);
-            load_shared<L::WORDS>(row + (((byte >> 4) ^ turned) << 4) + (byte & 15), &q[h][0]);
+            const unsigned v = q[h][j / 2] >> (8 * (j % 2));
+            a[h] = Type<T>::nibbles(v, nibbles), a[2 + h] = Type<T>::nibbles(v >> 4, nibbles);
           }
         }
-        float d[NT][4];
-        if constexpr (BITS != 16) {
 #pragma unroll
-          for (int nt = 0; nt < NT; ++nt) d[nt][0] = d[nt][1] = d[nt][2] = d[nt][3] = 0.0f;
-        }
-#pragma unroll
-        for (int j = 0; j < L::MMAS; ++j) {
-          unsigned a[4];
-#pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            if constexpr (BITS == 16) {
-              a[h] = q[h][2 * j], a[2 + h] = q[h][2 * j + 1];
-            } else if constexpr (BITS == 8) {
-              a[h] = Type<T>::template bytes<0>(q[h][j]), a[2 + h] = Type<T>::template bytes<2>(q[h][j]);
-            } else {
-              const unsigned v = q[h][j / 2] >> (8 * (j % 2));
-              a[h] = Type<T>::nibbles(v), a[2 + h] = Type<T>::nibbles(v >> 4);
-            }
-          }
-#pragma unroll
-          for (int nt = 0; nt < NT; ++nt) {
-            if constexpr (BITS == 16) {
-              Type<T>::mma(acc[i][nt], a, xw[nt][2 * j], xw[nt][2 * j + 1]);
-            } else {
-              Type<T>::mma(d[nt], a, xw[nt][2 * j], xw[nt][2 * j + 1]);
-            }
+        for (int nt = 0; nt < C::NT; ++nt) {
+          if constexpr (BITS == 16) {
+            Type<T>::mma(acc[i][nt], a, xw[nt][2 * j], xw[nt][2 * j + 1]);
+          } else {
+            Type<T>::mma(d[nt], a, xw[nt][2 * j], xw[nt][2 * j + 1]);
           }
         }
-        if constexpr (BITS != 16) {
-          const int group = L::GROUPS == 1 ? c & 1 : u * L::SUB / GROUP;
-          const unsigned at = stage + L::SCALES + (i * 32 + g) * L::SCALE_BYTES + (group >> 1) * 4;
+      }
+      if constexpr (BITS != 16) {
+        const int group = L::GROUPS == 1 ? c & 1 : u * L::SUB / GROUP;
+        const unsigned at = stage + L::SCALES + (i * 32 + g) * L::SCALE_BYTES + (group >> 1) * 4;
 #pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            Pair<T> s, b;
-            load_shared<1>(at + 8 * h * L::SCALE_BYTES, &s.word);
-            load_shared<1>(at + (16 + 8 * h) * L::SCALE_BYTES, &b.word);
-            const float scale = Type<T>::wide(group & 1 ? s.part[1] : s.part[0]);
-            const float offset = fmaf(scale, ZERO, Type<T>::wide(group & 1 ? b.part[1] : b.part[0]));
+        for (int h = 0; h < 2; ++h) {
+          Pair<T> s, b;
+          load_shared<1>(at + 8 * h * L::SCALE_BYTES, &s.word);
+          load_shared<1>(at + (16 + 8 * h) * L::SCALE_BYTES, &b.word);
+          const float scale = Type<T>::wide(group & 1 ? s.part[1] : s.part[0]);
+          const float offset = fmaf(scale, ZERO, Type<T>::wide(group & 1 ? b.part[1] : b.part[0]));
 #pragma unroll
-            for (int nt = 0; nt < NT; ++nt)
+          for (int nt = 0; nt < C::NT; ++nt)
 #pragma unroll
-              for (int j = 0; j < 2; ++j)
-                acc[i][nt][2 * h + j] =
-                    fmaf(offset, sums[nt][j], fmaf(scale, d[nt][2 * h + j], acc[i][nt][2 * h + j]));
-          }
+            for (int j = 0; j < 2; ++j)
+              acc[i][nt][2 * h + j] = fmaf(offset, sums[nt][j], fmaf(scale, d[nt][2 * h + j], acc[i][nt][2 * h + j]));
         }
       }
     }
   }
-};
-
-// How a product is cut: rows of x at most, tiles of weights per block, warps, stages in a warp's ring, whether x goes through the ring.
-template <int ROWS_, int TILES_, int WARPS_, int DEPTH_, bool X_IN_RING_>
-struct Cut {
-  static constexpr int ROWS = ROWS_, TILES = TILES_, WARPS = WARPS_, DEPTH = DEPTH_, NT = (ROWS + 7) / 8;
-  static constexpr bool X_IN_RING = X_IN_RING_;
-};
-
-template <int BITS, int GROUP, typename C>
-struct Ring {
-  static constexpr int STAGES = C::DEPTH * Stage<BITS, GROUP, C::ROWS, C::TILES, C::X_IN_RING>::BYTES;
-  static constexpr int SHARE = C::TILES * C::NT * 512;  // a warp's sums, in the end
-  static constexpr int BYTES = STAGES > SHARE ? STAGES : SHARE;
-};
+}
 
 // 1 / rms of the rows of x, from sums of squares over stretches of 16 values [M, stretches].
-template <int WARPS>
 __device__ __forceinline__ void find_factors(const float* squares, int stretches, int M, int K, float eps, float* factor) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   for (int m = warp; m < M; m += WARPS) {
@@ -371,164 +357,216 @@ __device__ __forceinline__ void find_factors(const float* squares, int stretches
   }
 }
 
-// The warps' shares of a block's products, each at the start of its ring, and the rows' factors.
-template <typename T, int BITS, int GROUP, typename C>
-__device__ __forceinline__ void multiply_and_share(const Weights<T> (&part)[C::TILES], const int (&first)[C::TILES], const T* x, int M, int K,
-                                                   const float* squares, int stretches, float eps, float* factor) {
-  using L = Stage<BITS, GROUP, C::ROWS, C::TILES, C::X_IN_RING>;
-  constexpr int RING = Ring<BITS, GROUP, C>::BYTES;
+// All sets of tiles of a block. `find(set, rows)` says which rows of weights a set has, `finish(set, sums)` takes the warps' sums.
+template <typename T, int BITS, int GROUP, typename C, typename Find, typename Finish>
+__device__ __forceinline__ void multiply_sets(int sets, bool aligned, const T* x, int M, int K, const float* squares, int stretches, float eps,
+                                              float* factor, const Find& find, const Finish& finish) {
+  using L = Stage<BITS, GROUP, C>;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  const Multiplier<T, BITS, GROUP, C::ROWS, C::TILES, C::X_IN_RING> work{part, first, x, M, K, lane};
-  const unsigned ring = warp * RING;
-  const int stages = (K + L::VALUES - 1) / L::VALUES;
-#pragma unroll
-  for (int s = 0; s < C::DEPTH; ++s) {
-    const int c = warp + s * C::WARPS;
-    if (c < stages) work.fetch_weights(c, ring + s * L::BYTES);
-    commit_copies();
-    if constexpr (C::X_IN_RING) work.clear_x(ring + s * L::BYTES);
-  }
-  let_others_start();
-  wait_for_others();
-#pragma unroll
-  for (int s = 0; s < C::DEPTH; ++s) {
-    const int c = warp + s * C::WARPS;
-    if (C::X_IN_RING && c < stages) work.fetch_x(c, ring + s * L::BYTES);
-  }
-  if (squares) find_factors<C::WARPS>(squares, stretches, M, K, eps, factor);
-  float acc[C::TILES][C::NT][4];
-#pragma unroll
-  for (int i = 0; i < C::TILES; ++i)
-#pragma unroll
-    for (int nt = 0; nt < C::NT; ++nt) acc[i][nt][0] = acc[i][nt][1] = acc[i][nt][2] = acc[i][nt][3] = 0.0f;
-  unsigned slot = ring;
-  for (int c = warp; c < stages; c += C::WARPS) {
-    const int next = c + C::DEPTH * C::WARPS;
-    uint4 x_next;
-    if (C::X_IN_RING && C::ROWS == 1 && next < stages && lane < L::PIECES) x_next = work.load_x(next, 0, lane);
-    wait_for_copies<C::DEPTH - 1>();
-    __syncwarp();
-    work.multiply(c, slot, acc);
-    __syncwarp();
-    if (next < stages) {
-      work.fetch_weights(next, slot);
-      if constexpr (C::X_IN_RING && C::ROWS == 1) {
-        if (lane < L::PIECES) work.store_x(x_next, 0, lane, slot);
-      } else if constexpr (C::X_IN_RING) {
-        work.fetch_x_async(next, slot);
+  const int stages = L::stages(K);
+  const unsigned ring = warp * (C::DEPTH * L::BYTES), zeros = L::sums(K) - L::ROW;
+  Rows<T, BITS, GROUP, C> rows;
+  int set_ahead = blockIdx.x, ahead = warp;  // what is fetched next
+  const auto fetch = [&](unsigned to) {
+    if (ahead < stages && set_ahead < sets) {
+      rows.fetch(ahead, to, K, lane, aligned);
+      ahead += WARPS;
+      if (ahead >= stages) {
+        ahead = warp, set_ahead += gridDim.x;
+        if (set_ahead < sets) find(set_ahead, rows);
       }
     }
     commit_copies();
-    slot = slot + L::BYTES == ring + C::DEPTH * L::BYTES ? ring : slot + L::BYTES;
+  };
+  if (set_ahead < sets) find(set_ahead, rows);
+#pragma unroll 1
+  for (int s = 0; s < C::DEPTH; ++s) fetch(ring + s * L::BYTES);
+  let_others_start();
+  wait_for_others();
+  const Nibbles nibbles(Type<T>::MAGIC);
+  if constexpr (C::X_STAYS) {
+    for (int c = warp, i = 0; c < stages; c += WARPS, ++i) {
+#pragma unroll 4
+      for (int j = lane; j < M * L::PIECES; j += 32) {
+        const int m = j / L::PIECES, piece = j % L::PIECES, k = c * L::VALUES + piece * 8;
+        uint4 v = make_uint4(0, 0, 0, 0);
+        if (k < K) v = *reinterpret_cast<const uint4*>(x + (size_t)m * K + k);
+        if constexpr (BITS == 4) order(v.x, v.y, v.z, v.w);
+        shared_at<uint4>(L::x_of(warp, K) + (i * C::ROWS + m) * L::ROW + ((piece ^ L::turn_x(m)) << 4)) = v;
+      }
+    }
+    if (threadIdx.x < L::PIECES) shared_at<uint4>(zeros + threadIdx.x * 16) = make_uint4(0, 0, 0, 0);
   }
-  __syncwarp();
-  float* share = &shared_at<float>(ring);
-#pragma unroll
-  for (int i = 0; i < C::TILES; ++i)
-#pragma unroll
-    for (int nt = 0; nt < C::NT; ++nt)
-      *reinterpret_cast<float4*>(&share[(i * C::NT + nt) * 128 + lane * 4]) =
-          make_float4(acc[i][nt][0], acc[i][nt][1], acc[i][nt][2], acc[i][nt][3]);
+  if (squares) find_factors(squares, stretches, M, K, eps, factor);
   __syncthreads();
+  unsigned slot = ring, sums = L::sums(K);
+  for (int set = blockIdx.x; set < sets; set += gridDim.x) {
+    float acc[C::TILES][C::NT][4];
+#pragma unroll
+    for (int i = 0; i < C::TILES; ++i)
+#pragma unroll
+      for (int nt = 0; nt < C::NT; ++nt) acc[i][nt][0] = acc[i][nt][1] = acc[i][nt][2] = acc[i][nt][3] = 0.0f;
+    unsigned xs = L::x_of(warp, K);
+#pragma unroll 1
+    for (int c = warp; c < stages; c += WARPS) {
+      wait_for_copies<C::DEPTH - 1>();
+      __syncwarp();
+      multiply<T, BITS, GROUP, C>(c, slot, xs, zeros, x, M, K, nibbles, acc);
+      __syncwarp();
+      fetch(slot);
+      slot = slot + L::BYTES == ring + C::DEPTH * L::BYTES ? ring : slot + L::BYTES;
+      xs += C::ROWS * L::ROW;
+    }
+#pragma unroll
+    for (int i = 0; i < C::TILES; ++i)
+#pragma unroll
+      for (int nt = 0; nt < C::NT; ++nt) {
+        if constexpr (C::ROWS == 1) {
+          if (lane % 4 == 0) {
+            shared_at<float>(sums + (warp * L::SHARE + i * 16 + lane / 4) * 4) = acc[i][nt][0];
+            shared_at<float>(sums + (warp * L::SHARE + i * 16 + lane / 4 + 8) * 4) = acc[i][nt][2];
+          }
+        } else {
+          shared_at<float4>(sums + (warp * L::SHARE + (i * C::NT + nt) * 128 + lane * 4) * 4) =
+              make_float4(acc[i][nt][0], acc[i][nt][1], acc[i][nt][2], acc[i][nt][3]);
+        }
+      }
+    __syncthreads();
+    finish(set, sums);
+    sums = L::sums(K) + (L::sums(K) + WARPS * L::SHARE * 4 - sums);  // one is read while the other is written
+  }
 }
 
-// The product for weight row n (of 16) and row m of x: the warps' shares in order.
+// The product for weight row n (of 16) and row m of x: the warps' sums in order.
 template <int BITS, int GROUP, typename C>
-__device__ __forceinline__ float total(int tile, int n, int m) {
-  constexpr int RING = Ring<BITS, GROUP, C>::BYTES / 4;
-  const float* share = &shared_at<float>(0);
-  const int at = (tile * C::NT + (m >> 3)) * 128 + ((n & 7) * 4 + ((m & 7) >> 1)) * 4 + (n >> 3) * 2 + (m & 1);
-  float sum = share[at];
+__device__ __forceinline__ float total(unsigned sums, int tile, int n, int m) {
+  using L = Stage<BITS, GROUP, C>;
+  const int at = C::ROWS == 1 ? tile * 16 + n
+                              : (tile * C::NT + (m >> 3)) * 128 + ((n & 7) * 4 + ((m & 7) >> 1)) * 4 + (n >> 3) * 2 + (m & 1);
+  float sum = shared_at<float>(sums + at * 4);
 #pragma unroll
-  for (int w = 1; w < C::WARPS; ++w) sum += share[w * RING + at];
+  for (int w = 1; w < WARPS; ++w) sum += shared_at<float>(sums + (w * L::SHARE + at) * 4);
   return sum;
+}
+
+// Whether a stage's scales can be copied at once.
+template <typename T, int BITS, int GROUP, typename C>
+__device__ __forceinline__ bool is_aligned(const Weights<T>& part, int K) {
+  using L = Stage<BITS, GROUP, C>;
+  if constexpr (BITS == 16) {
+    return true;
+  } else {
+    return K / GROUP % (L::SCALE_BYTES / 2) == 0 && ((size_t)part.s | (size_t)part.b) % L::SCALE_BYTES == 0;
+  }
 }
 
 // out [M, all rows of all parts] = x @ part.T (+ bias), one part after the other.
 template <typename T, int BITS, int GROUP, typename C, int PARTS>
 __device__ __forceinline__ void plain(const Weights<T> (&parts)[PARTS], const T* x, int M, int K, const float* squares,
                                       int stretches, float eps, T* out) {
-  constexpr int TILES = C::TILES;
   __shared__ float factor[C::NT * 8];
-  int block = blockIdx.x, before = 0, width = 0;
-  Weights<T> one = parts[0];
+  constexpr int WIDE = 16 * C::TILES;
+  int sets = 0, width = 0;
+  bool aligned = true;
 #pragma unroll
-  for (int p = 0; p < PARTS; ++p) width += parts[p].rows;
-#pragma unroll
-  for (int p = 1; p < PARTS; ++p) {
-    const int blocks = (one.rows + 16 * TILES - 1) / (16 * TILES);
-    if (block >= blocks) {
-      block -= blocks;
-      before += one.rows;
-      one = parts[p];
-    } else {
-      break;
-    }
+  for (int p = 0; p < PARTS; ++p) {
+    sets += (parts[p].rows + WIDE - 1) / WIDE, width += parts[p].rows;
+    aligned = aligned && is_aligned<T, BITS, GROUP, C>(parts[p], K);
   }
-  Weights<T> part[TILES];
-  int first[TILES];
+  const auto part_of = [&](int& set, int& before) {
+    Weights<T> one = parts[0];
+    before = 0;
 #pragma unroll
-  for (int i = 0; i < TILES; ++i) part[i] = one, first[i] = (block * TILES + i) * 16;
-  multiply_and_share<T, BITS, GROUP, C>(part, first, x, M, K, squares, stretches, eps, factor);
-  for (int e = threadIdx.x; e < TILES * C::NT * 128; e += C::WARPS * 32) {
-    const int n = e % (16 * TILES), m = e / (16 * TILES), row = block * (16 * TILES) + n;
-    if (m < M && row < one.rows) {
-      float v = total<BITS, GROUP, C>(n / 16, n % 16, m);
-      if (squares) v *= factor[m];
-      if (one.bias) v += Type<T>::wide(one.bias[row]);
-      out[(size_t)m * width + before + row] = Type<T>::narrow(v);
+    for (int p = 1; p < PARTS; ++p) {
+      const int own = (one.rows + WIDE - 1) / WIDE;
+      if (set < own) break;
+      set -= own, before += one.rows, one = parts[p];
     }
-  }
+    return one;
+  };
+  const int lane = threadIdx.x & 31;
+  multiply_sets<T, BITS, GROUP, C>(
+      sets, aligned, x, M, K, squares, stretches, eps, factor,
+      [&](int set, Rows<T, BITS, GROUP, C>& rows) {
+        int before;
+        const Weights<T> one = part_of(set, before);
+#pragma unroll
+        for (int i = 0; i < C::TILES; ++i) rows.find(i, one, (set * C::TILES + i) * 16, K, lane);
+      },
+      [&](int set, unsigned sums) {
+        int before;
+        const Weights<T> one = part_of(set, before);
+        for (int e = threadIdx.x; e < WIDE * M; e += WARPS * 32) {
+          const int n = e % WIDE, m = e / WIDE, row = set * WIDE + n;
+          if (row < one.rows) {
+            float v = total<BITS, GROUP, C>(sums, n / 16, n % 16, m);
+            if (squares) v *= factor[m];
+            if (one.bias) v += Type<T>::wide(one.bias[row]);
+            out[(size_t)m * width + before + row] = Type<T>::narrow(v);
+          }
+        }
+      });
 }
 
 // out [M, N] = silu(x @ gate.T) * (x @ up.T); every second tile is one of `up`.
 template <typename T, int BITS, int GROUP, typename C>
 __device__ __forceinline__ void gated(const Weights<T>& gate, const Weights<T>& up, const T* x, int M, int K, const float* squares,
                                       int stretches, float eps, T* out) {
-  constexpr int PAIRS = C::TILES / 2;
+  constexpr int WIDE = 8 * C::TILES;
   __shared__ float factor[C::NT * 8];
-  Weights<T> part[C::TILES];
-  int first[C::TILES];
+  const int lane = threadIdx.x & 31;
+  multiply_sets<T, BITS, GROUP, C>(
+      (gate.rows + WIDE - 1) / WIDE, is_aligned<T, BITS, GROUP, C>(gate, K) && is_aligned<T, BITS, GROUP, C>(up, K), x, M, K, squares,
+      stretches, eps, factor,
+      [&](int set, Rows<T, BITS, GROUP, C>& rows) {
 #pragma unroll
-  for (int i = 0; i < C::TILES; ++i) part[i] = i % 2 ? up : gate, first[i] = ((int)blockIdx.x * PAIRS + i / 2) * 16;
-  multiply_and_share<T, BITS, GROUP, C>(part, first, x, M, K, squares, stretches, eps, factor);
-  for (int e = threadIdx.x; e < PAIRS * C::NT * 128; e += C::WARPS * 32) {
-    const int n = e % (16 * PAIRS), m = e / (16 * PAIRS), row = blockIdx.x * (16 * PAIRS) + n;
-    if (m < M && row < gate.rows) {
-      float a = total<BITS, GROUP, C>(n / 16 * 2, n % 16, m), b = total<BITS, GROUP, C>(n / 16 * 2 + 1, n % 16, m);
-      if (squares) a *= factor[m], b *= factor[m];
-      if (gate.bias) a += Type<T>::wide(gate.bias[row]), b += Type<T>::wide(up.bias[row]);
-      out[(size_t)m * gate.rows + row] = Type<T>::narrow(a / (1.0f + __expf(-a)) * b);
-    }
-  }
+        for (int i = 0; i < C::TILES; ++i) rows.find(i, i % 2 ? up : gate, set * WIDE + i / 2 * 16, K, lane);
+      },
+      [&](int set, unsigned sums) {
+        for (int e = threadIdx.x; e < WIDE * M; e += WARPS * 32) {
+          const int n = e % WIDE, m = e / WIDE, row = set * WIDE + n;
+          if (row < gate.rows) {
+            float a = total<BITS, GROUP, C>(sums, n / 16 * 2, n % 16, m), b = total<BITS, GROUP, C>(sums, n / 16 * 2 + 1, n % 16, m);
+            if (squares) a *= factor[m], b *= factor[m];
+            if (gate.bias) a += Type<T>::wide(gate.bias[row]), b += Type<T>::wide(up.bias[row]);
+            out[(size_t)m * gate.rows + row] = Type<T>::narrow(a / (1.0f + __expf(-a)) * b);
+          }
+        }
+      });
 }
 
 // h = residual + x @ part.T; hw = h * weight of the norm that comes next; its sums of squares over 16 values each [M, N / 16].
 template <typename T, int BITS, int GROUP, typename C>
 __device__ __forceinline__ void add(const Weights<T>& one, const T* x, int M, int K, const T* residual, const T* weight, T* h, T* hw,
                                     float* squares) {
-  Weights<T> part[C::TILES];
-  int first[C::TILES];
+  constexpr int WIDE = 16 * C::TILES;
+  const int lane = threadIdx.x & 31;
+  multiply_sets<T, BITS, GROUP, C>(
+      (one.rows + WIDE - 1) / WIDE, is_aligned<T, BITS, GROUP, C>(one, K), x, M, K, nullptr, 0, 0.0f, nullptr,
+      [&](int set, Rows<T, BITS, GROUP, C>& rows) {
 #pragma unroll
-  for (int i = 0; i < C::TILES; ++i) part[i] = one, first[i] = ((int)blockIdx.x * C::TILES + i) * 16;
-  multiply_and_share<T, BITS, GROUP, C>(part, first, x, M, K, nullptr, 0, 0.0f, nullptr);
-  for (int e = threadIdx.x; e < C::TILES * C::NT * 128; e += C::WARPS * 32) {
-    const int n = e % 16, m = e / 16 % (C::NT * 8), tile = e / (C::NT * 128), row = first[0] + tile * 16 + n;
-    float square = 0.0f;
-    if (m < M && row < one.rows) {
-      const size_t at = (size_t)m * one.rows + row;
-      float v = total<BITS, GROUP, C>(tile, n, m);
-      if (one.bias) v += Type<T>::wide(one.bias[row]);
-      const T rounded = Type<T>::narrow(v + Type<T>::wide(residual[at]));
-      const float y = Type<T>::wide(rounded);
-      h[at] = rounded;
-      hw[at] = Type<T>::narrow(y * Type<T>::wide(weight[row]));
-      square = y * y;
-    }
+        for (int i = 0; i < C::TILES; ++i) rows.find(i, one, (set * C::TILES + i) * 16, K, lane);
+      },
+      [&](int set, unsigned sums) {
+        for (int e = threadIdx.x; e < (WIDE * M + 31) / 32 * 32; e += WARPS * 32) {
+          const int n = e % WIDE, m = e / WIDE, row = set * WIDE + n;
+          const bool there = m < M && row < one.rows;
+          float square = 0.0f;
+          if (there) {
+            const size_t at = (size_t)m * one.rows + row;
+            float v = total<BITS, GROUP, C>(sums, n / 16, n % 16, m);
+            if (one.bias) v += Type<T>::wide(one.bias[row]);
+            const T rounded = Type<T>::narrow(v + Type<T>::wide(residual[at]));
+            const float y = Type<T>::wide(rounded);
+            h[at] = rounded;
+            hw[at] = Type<T>::narrow(y * Type<T>::wide(weight[row]));
+            square = y * y;
+          }
 #pragma unroll
-    for (int o = 8; o; o >>= 1) square += __shfl_xor_sync(0xffffffffu, square, o);
-    if (m < M && row < one.rows && n == 0) squares[(size_t)m * (one.rows / 16) + row / 16] = square;
-  }
+          for (int o = 8; o; o >>= 1) square += __shfl_xor_sync(0xffffffffu, square, o);
+          if (there && n % 16 == 0) squares[(size_t)m * (one.rows / 16) + row / 16] = square;
+        }
+      });
 }
 
 // Weights [N, K] of T from codes, rounded once: for products of many rows. One thread per 32 bits of codes.
