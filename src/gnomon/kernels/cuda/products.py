@@ -33,8 +33,12 @@ MOST_ROWS = 32
 WARPS = 8
 """Per block; they share K, so this number is part of the arithmetic."""
 BLOCK = 32 * WARPS
-REGISTERS, SHARED_MEMORY = 65536, 227 * 1024
-"""Of a multiprocessor."""
+WIDE = 16384
+"""From this many outputs on a block takes two tiles of weights at a time."""
+PROCESSORS = 132
+"""Of an H100 or H200; with another number only the balance is worse."""
+SHARED_MEMORY = 227 * 1024
+"""Most that a block can have there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,42 +124,50 @@ class Cut:
     rows: int
     """Rows of x at most: 1, 8, 16 or 32."""
     tiles: int
-    """Tiles of 16 rows of weights per block."""
+    """Tiles of 16 rows of weights that a block takes at a time."""
     depth: int
     """Stages of 128 bytes per row of weights that a warp has under way."""
-    ring: bool
-    """Whether x lies beside the weights in shared memory or is read where it is."""
+    stays: bool
+    """Whether x is kept in shared memory or read where it is for every tile."""
+    residents: int
+    """Blocks per multiprocessor, so many that registers suffice."""
 
     def type(self) -> str:
-        return f"gnomon::Cut<{self.rows}, {self.tiles}, {WARPS}, {self.depth}, {'true' if self.ring else 'false'}>"
+        return f"gnomon::Cut<{self.rows}, {self.tiles}, {self.depth}, {'true' if self.stays else 'false'}>"
 
-    def shared_memory(self, bits: int, group: int) -> int:
-        """Bytes per block (`gnomon::Ring`)."""
+    def stage(self, bits: int, group: int) -> int:
+        """Bytes of weights that a warp takes at once (`gnomon::Stage::BYTES`)."""
+        scales = 0 if bits == DENSE else max(4, 2048 // bits // group)
+        return self.tiles * (2048 + 32 * scales)
+
+    def shared_memory(self, bits: int, group: int, inputs: int) -> int:
+        """Bytes per block for rows of `inputs` weights."""
         values = 1024 // bits
-        scales = 0 if bits == DENSE else max(4, 2 * values // group)
-        rows = 0 if not self.ring else max(2, self.rows)
-        stage = self.tiles * (2048 + 32 * scales) + rows * values * 2
-        return WARPS * max(self.depth * stage, self.tiles * -(-self.rows // 8) * 512)
+        stages = -(-inputs // values)
+        x = 2 * values * (1 + (WARPS * -(-stages // WARPS) * self.rows if self.stays else 0))
+        sums = self.tiles * (16 if self.rows == 1 else 128 * (self.rows // 8)) * 4
+        return WARPS * (self.depth * self.stage(bits, group) + 2 * sums) + x
 
-    def residents(self, bits: int, group: int) -> int:
-        """Blocks per multiprocessor to leave registers for."""
-        sums = self.tiles * -(-self.rows // 8)
-        registers = 64 if sums == 1 else 80 if sums == 2 else 128 if sums <= 4 else 168
-        most = SHARED_MEMORY // (self.shared_memory(bits, group) + 1024)
-        return max(1, min(REGISTERS // (registers * BLOCK), most))
+    def blocks(self, sets: int) -> int:
+        """Blocks for so many sets of tiles."""
+        return min(sets, PROCESSORS * self.residents)
 
     @staticmethod
-    def of(rows: int, bits: int, *, paired: bool = False) -> Cut:
+    def of(rows: int, weights: Weights, *, paired: bool = False) -> Cut:
         """For that many rows of x. `paired` weights are two of which a block needs the same rows.
 
         Raises ValueError for more than 32 rows.
         """
         if not 1 <= rows <= MOST_ROWS:
             raise ValueError(f"rows must lie in 1..{MOST_ROWS}, got {rows}")
+        tiles = 2 if paired or weights.outputs >= WIDE else 1
         if rows == 1:
-            return Cut(1, 2 if paired else 1, 2 if bits != DENSE else 4, ring=True)
-        most = 8 if rows <= 8 else 16 if rows <= 16 else 32
-        return Cut(most, 2, 2, ring=most == 8 or bits == DENSE)
+            cuts = [Cut(1, tiles, depth, stays, 2) for stays, depth in ((True, 3), (True, 2), (False, 3))]
+        else:
+            most = 8 if rows <= 8 else 16 if rows <= 16 else 32
+            cuts = [Cut(most, 2, 2, False, 2 if most < 32 else 1)]
+        room = SHARED_MEMORY // cuts[0].residents - 1024
+        return next((c for c in cuts if c.shared_memory(weights.bits, weights.group, weights.inputs) <= room), cuts[-1])
 
 
 def _names(i: int, kind: tuple[int, int, bool]) -> list[str]:
@@ -169,21 +181,37 @@ def _part(i: int, kind: tuple[int, int, bool], dtype: str) -> str:
     return f"gnomon::Weights<{dtype}>{{w{i}, {scales}, {f'c{i}' if biased else 'nullptr'}, w{i}_shape[0]}}"
 
 
-def _make(name: str, inputs: list[str], outputs: list[str], body: str, kind: tuple[int, int, bool], cut: Cut) -> Kernel:
+def _make(
+    name: str,
+    inputs: list[str],
+    outputs: list[str],
+    body: str,
+    kind: tuple[int, int, bool],
+    cut: Cut,
+    width: int,
+) -> Kernel:
     bits, group, _ = kind
-    shared = cut.shared_memory(bits, group)
     body = f"""
   using Cut = {cut.type()};
-  static_assert(gnomon::Ring<{bits}, {group}, Cut>::BYTES * {WARPS} == {shared});
+  static_assert(gnomon::Stage<{bits}, {group}, Cut>::BYTES == {cut.stage(bits, group)});
 {body}"""
-    residents = cut.residents(bits, group)
+    shared = cut.shared_memory(bits, group, width)
     return make(
-        name, "linear.cuh", inputs, outputs, body, block=BLOCK, blocks_per_processor=residents, shared_memory=shared
+        f"{name}_{shared}",
+        "linear.cuh",
+        inputs,
+        outputs,
+        body,
+        block=BLOCK,
+        blocks_per_processor=cut.residents,
+        shared_memory=shared,
     )
 
 
 @cache
-def _plain(kinds: tuple[tuple[int, int, bool], ...], dtype: mx.Dtype, cut: Cut, eps: float | None) -> Kernel:
+def _plain(
+    kinds: tuple[tuple[int, int, bool], ...], dtype: mx.Dtype, cut: Cut, width: int, eps: float | None
+) -> Kernel:
     t, (bits, group, _) = TYPES[dtype], kinds[0]
     squares = "nullptr, 0, 0.0f" if eps is None else f"squares, squares_shape[1], {eps!r}f"
     body = f"""
@@ -191,16 +219,17 @@ def _plain(kinds: tuple[tuple[int, int, bool], ...], dtype: mx.Dtype, cut: Cut, 
   gnomon::plain<{t}, {bits}, {group}, Cut, {len(kinds)}>(parts, x, x_shape[0], x_shape[1], {squares}, out);
 """
     names = ["x", *([] if eps is None else ["squares"]), *(n for i, kind in enumerate(kinds) for n in _names(i, kind))]
-    return _make("plain", names, ["out"], body, kinds[0], cut)
+    return _make("plain", names, ["out"], body, kinds[0], cut, width)
 
 
 def product(x: mx.array | Normed, *weights: Weights) -> mx.array:
     """x @ w.T (+ bias) for several weights of one kind, side by side: [M, all outputs]."""
     rows = x.rows if isinstance(x, Normed) else x
     first = weights[0]
-    cut = Cut.of(rows.shape[0], first.bits)
-    kernel = _plain(tuple(w.kind for w in weights), first.dtype, cut, x.eps if isinstance(x, Normed) else None)
-    blocks = sum(-(-w.outputs // (16 * cut.tiles)) for w in weights)
+    cut = Cut.of(rows.shape[0], first)
+    eps = x.eps if isinstance(x, Normed) else None
+    kernel = _plain(tuple(w.kind for w in weights), first.dtype, cut, first.inputs, eps)
+    blocks = cut.blocks(sum(-(-w.outputs // (16 * cut.tiles)) for w in weights))
     return kernel(
         inputs=[rows, *([x.squares] if isinstance(x, Normed) else []), *(a for w in weights for a in w.arrays())],
         output_shapes=[(rows.shape[0], sum(w.outputs for w in weights))],
@@ -211,46 +240,47 @@ def product(x: mx.array | Normed, *weights: Weights) -> mx.array:
 
 
 @cache
-def _gated(kind: tuple[int, int, bool], dtype: mx.Dtype, cut: Cut, eps: float) -> Kernel:
+def _gated(kind: tuple[int, int, bool], dtype: mx.Dtype, cut: Cut, width: int, eps: float) -> Kernel:
     t, (bits, group, _) = TYPES[dtype], kind
     body = f"""
   gnomon::gated<{t}, {bits}, {group}, Cut>(
       {_part(0, kind, t)}, {_part(1, kind, t)}, x, x_shape[0], x_shape[1], squares, squares_shape[1], {eps!r}f, out);
 """
-    return _make("gated", ["x", "squares", *_names(0, kind), *_names(1, kind)], ["out"], body, kind, cut)
+    return _make("gated", ["x", "squares", *_names(0, kind), *_names(1, kind)], ["out"], body, kind, cut, width)
 
 
 def gated(x: Normed, gate: Weights, up: Weights) -> mx.array:
     """silu(x @ gate.T) * (x @ up.T)."""
-    cut = Cut.of(x.rows.shape[0], gate.bits, paired=True)
-    return _gated(gate.kind, gate.dtype, cut, x.eps)(
+    cut = Cut.of(x.rows.shape[0], gate, paired=True)
+    return _gated(gate.kind, gate.dtype, cut, gate.inputs, x.eps)(
         inputs=[x.rows, x.squares, *gate.arrays(), *up.arrays()],
         output_shapes=[(x.rows.shape[0], gate.outputs)],
         output_dtypes=[gate.dtype],
-        grid=(-(-gate.outputs // (8 * cut.tiles)) * BLOCK, 1, 1),
+        grid=(cut.blocks(-(-gate.outputs // (8 * cut.tiles))) * BLOCK, 1, 1),
         threadgroup=(BLOCK, 1, 1),
     )[0]
 
 
 @cache
-def _add(kind: tuple[int, int, bool], dtype: mx.Dtype, cut: Cut) -> Kernel:
+def _add(kind: tuple[int, int, bool], dtype: mx.Dtype, cut: Cut, width: int) -> Kernel:
     t, (bits, group, _) = TYPES[dtype], kind
     body = f"""
   gnomon::add<{t}, {bits}, {group}, Cut>(
       {_part(0, kind, t)}, x, x_shape[0], x_shape[1], residual, norm, h, hw, squares);
 """
-    return _make("add", ["x", "residual", "norm", *_names(0, kind)], ["h", "hw", "squares"], body, kind, cut)
+    names = ["x", "residual", "norm", *_names(0, kind)]
+    return _make("add", names, ["h", "hw", "squares"], body, kind, cut, width)
 
 
 def add(x: mx.array, weights: Weights, residual: mx.array, norm: mx.array, eps: float) -> tuple[mx.array, Normed]:
     """residual + x @ w.T, and the same before the next product, whose norm has the weight `norm` [N]. N is a multiple of 16."""
     rows, outputs = x.shape[0], weights.outputs
-    cut = Cut.of(rows, weights.bits)
-    h, hw, squares = _add(weights.kind, weights.dtype, cut)(
+    cut = Cut.of(rows, weights)
+    h, hw, squares = _add(weights.kind, weights.dtype, cut, weights.inputs)(
         inputs=[x, residual, norm, *weights.arrays()],
         output_shapes=[(rows, outputs), (rows, outputs), (rows, outputs // 16)],
         output_dtypes=[weights.dtype, weights.dtype, mx.float32],
-        grid=(-(-outputs // (16 * cut.tiles)) * BLOCK, 1, 1),
+        grid=(cut.blocks(-(-outputs // (16 * cut.tiles))) * BLOCK, 1, 1),
         threadgroup=(BLOCK, 1, 1),
     )
     return h, Normed(hw, squares, eps)
