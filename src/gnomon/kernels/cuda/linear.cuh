@@ -158,8 +158,9 @@ struct Weights {
 };
 
 // How a product is cut: rows of x at most, tiles of weights at a time, stages in a warp's ring, whether x stays in shared memory.
-template <int ROWS_, int TILES_, int DEPTH_, bool X_STAYS_>
+template <int ROWS_, int TILES_, int DEPTH_, bool X_STAYS_, bool EARLY_ = true>
 struct Cut {
+  static constexpr bool EARLY = EARLY_;
   static constexpr int ROWS = ROWS_, TILES = TILES_, DEPTH = DEPTH_, NT = (ROWS + 7) / 8;
   static constexpr bool X_STAYS = X_STAYS_;
 };
@@ -374,6 +375,7 @@ __device__ __forceinline__ void multiply_sets(int sets, bool aligned, const T* x
       if (ahead >= stages) {
         ahead = warp, set_ahead += gridDim.x;
         if (set_ahead < sets) find(set_ahead, rows);
+        if (!C::EARLY && set_ahead >= sets) let_others_start();
       }
     }
     commit_copies();
@@ -381,23 +383,33 @@ __device__ __forceinline__ void multiply_sets(int sets, bool aligned, const T* x
   if (set_ahead < sets) find(set_ahead, rows);
 #pragma unroll 1
   for (int s = 0; s < C::DEPTH; ++s) fetch(ring + s * L::BYTES);
-  let_others_start();
+  if (C::EARLY || warp >= stages) let_others_start();
   wait_for_others();
   const Nibbles nibbles(Type<T>::MAGIC);
   if constexpr (C::X_STAYS) {
-    for (int c = warp, i = 0; c < stages; c += WARPS, ++i) {
-#pragma unroll 4
-      for (int j = lane; j < M * L::PIECES; j += 32) {
-        const int m = j / L::PIECES, piece = j % L::PIECES, k = c * L::VALUES + piece * 8;
-        uint4 v = make_uint4(0, 0, 0, 0);
-        if (k < K) v = *reinterpret_cast<const uint4*>(x + (size_t)m * K + k);
-        if constexpr (BITS == 4) order(v.x, v.y, v.z, v.w);
-        shared_at<uint4>(L::x_of(warp, K) + (i * C::ROWS + m) * L::ROW + ((piece ^ L::turn_x(m)) << 4)) = v;
+    constexpr int BATCH = 8;
+    const int rows_of_x = C::ROWS == 1 ? 1 : M, pieces = (stages - warp + WARPS - 1) / WARPS * rows_of_x * L::PIECES;
+    for (int first = 0; first < pieces; first += 32 * BATCH) {
+      uint4 v[BATCH];
+#pragma unroll
+      for (int j = 0; j < BATCH; ++j) {
+        const int i = first + lane + 32 * j, row = i / L::PIECES, m = row % rows_of_x;
+        const int k = (warp + row / rows_of_x * WARPS) * L::VALUES + i % L::PIECES * 8;
+        v[j] = make_uint4(0, 0, 0, 0);
+        if (i < pieces && k < K) v[j] = *reinterpret_cast<const uint4*>(x + (size_t)m * K + k);
+      }
+      if (first == 0 && squares) find_factors(squares, stretches, M, K, eps, factor);
+#pragma unroll
+      for (int j = 0; j < BATCH; ++j) {
+        const int i = first + lane + 32 * j, row = i / L::PIECES, m = row % rows_of_x, piece = i % L::PIECES;
+        if constexpr (BITS == 4) order(v[j].x, v[j].y, v[j].z, v[j].w);
+        if (i < pieces) shared_at<uint4>(L::x_of(warp, K) + (row / rows_of_x * C::ROWS + m) * L::ROW + ((piece ^ L::turn_x(m)) << 4)) = v[j];
       }
     }
+    if (squares && warp >= stages) find_factors(squares, stretches, M, K, eps, factor);
     if (threadIdx.x < L::PIECES) shared_at<uint4>(zeros + threadIdx.x * 16) = make_uint4(0, 0, 0, 0);
   }
-  if (squares) find_factors(squares, stretches, M, K, eps, factor);
+  if (squares && !C::X_STAYS) find_factors(squares, stretches, M, K, eps, factor);
   __syncthreads();
   unsigned slot = ring, sums = L::sums(K);
   for (int set = blockIdx.x; set < sets; set += gridDim.x) {
