@@ -77,8 +77,6 @@ __device__ __forceinline__ void attend(const __nv_bfloat16* qkv, Cache cache, co
   __shared__ float cosine[D / 2], sine[D / 2], q_new[HEADS * D], k_new[D];
   __shared__ float most[ATTENTION_WARPS][HEADS], sums[ATTENTION_WARPS][HEADS], outs[ATTENTION_WARPS][HEADS][D];
   __shared__ int is_last;
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");  // the next kernel may start and ask for its weights
-  asm volatile("griddepcontrol.wait;" ::: "memory");
   const int b = blockIdx.z, group = blockIdx.y, stretch = blockIdx.x;
   const int per_kv = q_heads / kv_heads / HEADS, kv = group / per_kv, sub = group % per_kv;
   const int head0 = kv * (q_heads / kv_heads) + sub * HEADS;

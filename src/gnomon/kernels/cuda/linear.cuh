@@ -586,8 +586,6 @@ template <typename T, int BITS, int GROUP>
 __device__ __forceinline__ void unpack(const Weights<T>& part, long long words, T* out) {
   constexpr int CODES = 32 / BITS;
   const long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;
-  let_others_start();
-  wait_for_others();
   if (i >= words) return;
   const unsigned word = reinterpret_cast<const unsigned*>(part.w)[i];
   const long long group = i * CODES / GROUP;
@@ -608,8 +606,6 @@ template <typename T, int BITS, int GROUP>
 __device__ __forceinline__ void embed(const int* tokens, const Weights<T>& table, int K, const T* weight, T* h, T* hw,
                                       float* squares) {
   const int m = blockIdx.x, i = threadIdx.x;
-  let_others_start();
-  wait_for_others();
   if (i >= K / 16) return;
   const size_t row = tokens[m];
   float sum = 0.0f;

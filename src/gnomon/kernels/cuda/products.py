@@ -205,6 +205,7 @@ def _make(
         block=BLOCK,
         blocks_per_processor=cut.residents,
         shared_memory=shared,
+        waits=True,
     )
 
 
