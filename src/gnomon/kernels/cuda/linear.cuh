@@ -158,9 +158,8 @@ struct Weights {
 };
 
 // How a product is cut: rows of x at most, tiles of weights at a time, stages in a warp's ring, whether x stays in shared memory.
-template <int ROWS_, int TILES_, int DEPTH_, bool X_STAYS_, bool EARLY_ = true>
+template <int ROWS_, int TILES_, int DEPTH_, bool X_STAYS_>
 struct Cut {
-  static constexpr bool EARLY = EARLY_;
   static constexpr int ROWS = ROWS_, TILES = TILES_, DEPTH = DEPTH_, NT = (ROWS + 7) / 8;
   static constexpr bool X_STAYS = X_STAYS_;
 };
@@ -375,7 +374,6 @@ __device__ __forceinline__ void multiply_sets(int sets, bool aligned, const T* x
       if (ahead >= stages) {
         ahead = warp, set_ahead += gridDim.x;
         if (set_ahead < sets) find(set_ahead, rows);
-        if (!C::EARLY && set_ahead >= sets) let_others_start();
       }
     }
     commit_copies();
@@ -383,7 +381,7 @@ __device__ __forceinline__ void multiply_sets(int sets, bool aligned, const T* x
   if (set_ahead < sets) find(set_ahead, rows);
 #pragma unroll 1
   for (int s = 0; s < C::DEPTH; ++s) fetch(ring + s * L::BYTES);
-  if (C::EARLY || warp >= stages) let_others_start();
+  let_others_start();
   wait_for_others();
   const Nibbles nibbles(Type<T>::MAGIC);
   if constexpr (C::X_STAYS) {

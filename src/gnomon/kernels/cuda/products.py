@@ -15,7 +15,7 @@ product is divided by the root of their mean at its end.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -33,8 +33,6 @@ MOST_ROWS = 32
 WARPS = 8
 """Per block; they share K, so this number is part of the arithmetic."""
 BLOCK = 32 * WARPS
-WIDE = 16384
-"""From this many outputs on a block takes two tiles of weights at a time."""
 PROCESSORS = 132
 """Of an H100 or H200; with another number only the balance is worse."""
 SHARED_MEMORY = 227 * 1024
@@ -153,21 +151,29 @@ class Cut:
         return min(sets, PROCESSORS * self.residents)
 
     @staticmethod
-    def of(rows: int, weights: Weights, *, paired: bool = False) -> Cut:
-        """For that many rows of x. `paired` weights are two of which a block needs the same rows.
+    def of(rows: int, weights: Weights, *, paired: bool = False, narrow: bool = False) -> Cut:
+        """For that many rows of x. `paired` weights are two of which a block needs the same rows; `narrow` ones have few rows.
 
-        Raises ValueError for more than 32 rows.
+        The numbers were the fastest of those measured on an H200. Raises ValueError for more than 32 rows.
         """
         if not 1 <= rows <= MOST_ROWS:
             raise ValueError(f"rows must lie in 1..{MOST_ROWS}, got {rows}")
-        tiles = 2 if paired or weights.outputs >= WIDE else 1
+        bits = weights.bits
         if rows == 1:
-            cuts = [Cut(1, tiles, depth, stays, 2) for stays, depth in ((True, 3), (True, 2), (False, 3))]
-        else:
-            most = 8 if rows <= 8 else 16 if rows <= 16 else 32
-            cuts = [Cut(most, 2, 2, False, 2 if most < 32 else 1)]
-        room = SHARED_MEMORY // cuts[0].residents - 1024
-        return next((c for c in cuts if c.shared_memory(weights.bits, weights.group, weights.inputs) <= room), cuts[-1])
+            if bits == DENSE:
+                tiles, depth, residents = (2, 3, 2) if paired else (1, 4, 3)
+            elif narrow:
+                tiles, depth, residents = (1, 4, 2) if bits == 4 else (1, 3, 3)
+            else:
+                tiles, depth, residents = 2, 2 if bits == 4 else 3, 2
+            cut = Cut(1, tiles, depth, True, residents)
+            fits = cut.shared_memory(bits, weights.group, weights.inputs) <= SHARED_MEMORY - 1024
+            return cut if fits else replace(cut, stays=False)
+        if rows <= 8:
+            return Cut(8, 2, 2, False, 2)
+        if rows <= 16:
+            return Cut(16, 2, 2, False, 2) if bits == DENSE else Cut(16, 4, 2, False, 1)
+        return Cut(32, 2, 2, False, 1)
 
 
 def _names(i: int, kind: tuple[int, int, bool]) -> list[str]:
@@ -197,7 +203,7 @@ def _make(
 {body}"""
     shared = cut.shared_memory(bits, group, width)
     return make(
-        f"{name}_{shared}",
+        name,
         "linear.cuh",
         inputs,
         outputs,
@@ -276,7 +282,7 @@ def _add(kind: tuple[int, int, bool], dtype: mx.Dtype, cut: Cut, width: int) -> 
 def add(x: mx.array, weights: Weights, residual: mx.array, norm: mx.array, eps: float) -> tuple[mx.array, Normed]:
     """residual + x @ w.T, and the same before the next product, whose norm has the weight `norm` [N]. N is a multiple of 16."""
     rows, outputs = x.shape[0], weights.outputs
-    cut = Cut.of(rows, weights)
+    cut = Cut.of(rows, weights, narrow=True)
     h, hw, squares = _add(weights.kind, weights.dtype, cut, weights.inputs)(
         inputs=[x, residual, norm, *weights.arrays()],
         output_shapes=[(rows, outputs), (rows, outputs), (rows, outputs // 16)],
