@@ -86,6 +86,7 @@ class Kernel:
             ",".join(self.outputs),
             str(self.block),
             str(self.blocks_per_processor),
+            str(self.shared_memory),
         )
         return f"gnomon_{self.name}_{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:12]}"
 
