@@ -32,6 +32,7 @@ from gnomon.kernels.build import BuildError
 from gnomon.kernels.cuda import attention, coded_attention, graphs
 from gnomon.kernels.cuda.graphs import Graphs
 from gnomon.kernels.cuda.products import MOST_ROWS, Weights, add, embed, gated, product
+from gnomon.kernels.cuda.record import roomy
 from gnomon.kernels.dispatch import thread, uncovered
 
 log = logging.getLogger(__name__)
@@ -157,7 +158,7 @@ class Decoder:
         inputs = [tokens, *buffers]
         logits = self._last.run(inputs, lengths) if self._last is not None else None
         if logits is None:
-            shapes = tuple((array.shape, array.dtype) for array in inputs)
+            shapes = tuple((roomy(array.shape), array.dtype) for array in inputs)
             graph = self._made.pop(shapes, None)
             try:
                 rows = tokens.shape[0]
