@@ -86,9 +86,9 @@ def answers(engine: Engine, requests: Sequence[Request]) -> list[Answer]:
 def stock(model: Any, prompt: Sequence[int], tokens: int) -> Answer:
     """mlx-lm's own answer, a token at a time: its products of more rows take a minute to compile at 4 and 8 bits."""
     answer = Answer([], [])
-    for token, logprobs in generate_step(mx.array(prompt), model, max_tokens=tokens, prefill_step_size=1):
+    for token, logprobs in generate_step(mx.array(list(prompt)), model, max_tokens=tokens, prefill_step_size=1):
         answer.ids.append(int(token))
-        answer.logprobs.append(float(logprobs[int(token)].item()))
+        answer.logprobs.append(float(np.array(logprobs[int(token)].astype(mx.float32))))
     return answer
 
 
