@@ -17,7 +17,7 @@ import mlx.nn as nn
 import psutil
 
 from gnomon.kernels import blocks, build, dispatch, layers, operations
-from gnomon.kernels.cuda import decode, sources
+from gnomon.kernels.cuda import decode, experts, recurrent, sources
 from gnomon.kernels.cuda import operations as cuda_operations
 
 log = logging.getLogger(__name__)
@@ -139,7 +139,7 @@ def prepare(
     """`start`, then swap the layers of a model that the calling thread will step."""
     kernels = start(policy, cache=cache, threads=threads, progress=progress)
     if kernels.isa == CUDA:
-        return replace(kernels, layers=decode.swap(model))
+        return replace(kernels, layers={**experts.swap(model), **recurrent.swap(model), **decode.swap(model)})
     extension = _extension
     if not kernels.native or extension is None:
         return kernels

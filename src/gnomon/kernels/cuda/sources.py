@@ -7,6 +7,7 @@ it. At every evaluation MLX goes through a kernel's whole text, so that text onl
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -19,9 +20,10 @@ Kernel = Callable[..., list[mx.array]]
 
 @cache
 def header(file: str) -> tuple[Path, str]:
-    """A source file of this package, and its text."""
+    """A source file of this package, and its text with that of the files beside it that it includes."""
     path = Path(__file__).with_name(file)
-    return path, path.read_text()
+    text = path.read_text()
+    return path, "".join([text, *(header(name)[1] for name in re.findall(r'^#include "(\w+\.cuh)"', text, re.MULTILINE))])
 
 
 def version() -> str:

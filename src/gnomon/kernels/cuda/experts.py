@@ -1,0 +1,411 @@
+"""Products with chosen experts' weights for few tokens, and the mixture of experts around them in three launches.
+
+Contract
+    weights   of bf16 or f16, dense [E, N, K] or 4 and 8 bits in groups of 32, 64 or 128 with scales and biases of x's type; K a multiple of 64
+    gather    x [rows, K], experts int32 or uint32 [pairs], pairs a multiple of rows: pair p takes row p / (pairs / rows); result [pairs, N]
+    gated     the same for silu(x @ gate.T) * (x @ up.T)
+    blend     x [pairs, K], shares float32 [tokens, top]: [tokens, N], the sum of a token's products times their shares
+    route     logits [tokens, E], E at most 512: the `top` largest, largest first, equal ones by number, and their softmax over all or
+              among themselves, as uint32 and float32 [tokens, top]
+    pairs     1 to 512
+
+Arithmetic: as in `products`: float32 sums over exact codes, one rounding to the result's type (`blend`: one for the whole sum, and a token's
+experts are added in their order). A row of the result depends, to the bit, on its row of x and its experts alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from operator import is_
+from types import ModuleType
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import qwen3_moe, qwen3_next, switch_layers
+
+from gnomon.kernels.cuda.products import BITS, BLOCK, DENSE, GROUPS, TYPES
+from gnomon.kernels.cuda.sources import Kernel, make
+from gnomon.kernels.dispatch import Operation, thread, uncovered
+
+MOST_PAIRS = 512
+MOST_EXPERTS = 512
+MOST_ALONE = 16
+"""Up to this many pairs each has blocks of its own; more are put together by expert."""
+INDICES = {mx.int32: "int", mx.uint32: "uint32_t"}
+DOWN_BLOCK = 512
+AHEAD = 2
+"""Chunks of weights to load at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """Weights [E, N, K] of all experts of a layer. Dense ones have no scales."""
+
+    weight: mx.array
+    scales: mx.array | None = None
+    biases: mx.array | None = None
+    bits: int = DENSE
+    group: int = 64
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        return self.weight.dtype if self.scales is None else self.scales.dtype
+
+    @property
+    def outputs(self) -> int:
+        return self.weight.shape[1]
+
+    @property
+    def inputs(self) -> int:
+        return self.weight.shape[2] * 32 // self.bits if self.scales is not None else self.weight.shape[2]
+
+    @property
+    def kind(self) -> tuple[int, int, mx.Dtype]:
+        """What kernels are made for."""
+        return self.bits, self.group, self.dtype
+
+    def arrays(self) -> list[mx.array]:
+        """As the kernels take them."""
+        return [part for part in (self.weight, self.scales, self.biases) if part is not None]
+
+    def why_not(self) -> str | None:
+        """What keeps these weights from the kernels, or None."""
+        if self.bits not in BITS or self.group not in GROUPS:
+            return f"{self.bits} bits in groups of {self.group}"
+        if self.dtype not in TYPES:
+            return f"experts of {self.dtype}"
+        if self.weight.ndim != 3 or self.inputs % 64 or self.inputs % self.group:
+            return f"experts {self.weight.shape}"
+        shape = (*self.weight.shape[:2], self.inputs // self.group)
+        if self.scales is not None and (
+            self.biases is None
+            or self.biases.dtype != self.dtype
+            or self.scales.shape != shape
+            or self.biases.shape != shape
+        ):
+            return f"scales {self.scales.shape} of {self.scales.dtype}"
+        return None
+
+    @staticmethod
+    def of(layer: Any) -> Experts | str:
+        """The weights of an expert layer of mlx-lm without a bias, or what keeps kernels from them."""
+        if layer.get("bias") is not None:
+            return "experts with a bias"
+        if type(layer) is switch_layers.QuantizedSwitchLinear:
+            if layer.mode != "affine" or layer.get("biases") is None:
+                return f"mode {layer.mode}"
+            made = Experts(layer["weight"], layer["scales"], layer["biases"], layer.bits, layer.group_size)
+        elif type(layer) is switch_layers.SwitchLinear:
+            made = Experts(layer["weight"])
+        else:
+            return f"experts in {type(layer).__name__}"
+        return made.why_not() or made
+
+
+def _names(i: int, kind: tuple[int, int, mx.Dtype]) -> list[str]:
+    return [f"w{i}", *([] if kind[0] == DENSE else [f"s{i}", f"b{i}"])]
+
+
+def _part(i: int, kind: tuple[int, int, mx.Dtype]) -> str:
+    scales = "nullptr, nullptr" if kind[0] == DENSE else f"s{i}, b{i}"
+    return f"{{w{i}, {scales}, w{i}_shape[1]}}"
+
+
+@cache
+def _choose(kind: tuple[int, int, mx.Dtype], tiles: int, grouped: bool, index: mx.Dtype) -> Kernel:
+    (bits, group, dtype), names = kind, [n for i in range(tiles) for n in _names(i, kind)]
+    t = TYPES[dtype]
+    body = f"""
+  const gnomon::Experts<{t}> experts[] = {{{", ".join(_part(i, kind) for i in range(tiles))}}};
+  gnomon::choose<{t}, {bits}, {group}, {tiles}, {"true" if grouped else "false"}, {AHEAD}>(
+      experts, x, indices, indices_shape[0], indices_shape[0] / x_shape[0], x_shape[1], out);
+"""
+    residents = 3 if tiles == 1 else 2
+    names = ["x", "indices", *names]
+    return make(
+        f"choose_{INDICES[index]}", "experts.cuh", names, ["out"], body, block=BLOCK, blocks_per_processor=residents
+    )
+
+
+def _chosen(x: mx.array, indices: mx.array, weights: tuple[Experts, ...]) -> mx.array:
+    first, pairs = weights[0], indices.shape[0]
+    return _choose(first.kind, len(weights), pairs > MOST_ALONE, indices.dtype)(
+        inputs=[x, indices, *(a for w in weights for a in w.arrays())],
+        output_shapes=[(pairs, first.outputs)],
+        output_dtypes=[first.dtype],
+        grid=(pairs * BLOCK, -(-first.outputs // 16), 1),
+        threadgroup=(BLOCK, 1, 1),
+    )[0]
+
+
+def gather(x: mx.array, indices: mx.array, experts: Experts) -> mx.array:
+    """x [rows, K] times the weights of experts `indices` [pairs]: [pairs, N]."""
+    return _chosen(x, indices, (experts,))
+
+
+def gated(x: mx.array, indices: mx.array, gate: Experts, up: Experts) -> mx.array:
+    """silu(x @ gate.T) * (x @ up.T) of experts `indices` [pairs]: [pairs, N]. Both are of one kind and size."""
+    return _chosen(x, indices, (gate, up))
+
+
+@cache
+def _blend(kind: tuple[int, int, mx.Dtype], index: mx.Dtype) -> Kernel:
+    bits, group, dtype = kind
+    t = TYPES[dtype]
+    body = f"""
+  const gnomon::Experts<{t}> experts{_part(0, kind)};
+  gnomon::blend<{t}, {bits}, {group}, {AHEAD}>(experts, x, indices, shares, shares_shape[1], x_shape[1], out);
+"""
+    names = ["x", "indices", "shares", *_names(0, kind)]
+    return make(f"blend_{INDICES[index]}", "experts.cuh", names, ["out"], body, block=DOWN_BLOCK)
+
+
+def blend(x: mx.array, indices: mx.array, shares: mx.array, experts: Experts) -> mx.array:
+    """Sum over a token's experts of share * (x @ w.T): x [tokens * top, K], indices and float32 shares [tokens, top]; [tokens, N]."""
+    tokens = shares.shape[0]
+    return _blend(experts.kind, indices.dtype)(
+        inputs=[x, indices, shares, *experts.arrays()],
+        output_shapes=[(tokens, experts.outputs)],
+        output_dtypes=[experts.dtype],
+        grid=(tokens * DOWN_BLOCK, -(-experts.outputs // 16), 1),
+        threadgroup=(DOWN_BLOCK, 1, 1),
+    )[0]
+
+
+@cache
+def _route(dtype: mx.Dtype, per: int, top: int, among_chosen: bool) -> Kernel:
+    body = f"""
+  gnomon::route<{TYPES[dtype]}, {per}, {"true" if among_chosen else "false"}>(logits, logits_shape[1], {top}, chosen, shares);
+"""
+    return make("route", "experts.cuh", ["logits"], ["chosen", "shares"], body, block=32)
+
+
+def route(logits: mx.array, top: int, among_chosen: bool) -> tuple[mx.array, mx.array]:
+    """Numbers and shares [tokens, top] of the experts with the largest of logits [tokens, E]."""
+    tokens, experts = logits.shape
+    per = next(n for n in (1, 2, 4, 8, 16) if 32 * n >= experts)
+    chosen, shares = _route(logits.dtype, per, top, among_chosen)(
+        inputs=[logits],
+        output_shapes=[(tokens, top)] * 2,
+        output_dtypes=[mx.uint32, mx.float32],
+        grid=(tokens * 32, 1, 1),
+        threadgroup=(32, 1, 1),
+    )
+    return chosen, shares
+
+
+def _gathered(x: mx.array, lhs: mx.array | None, rhs: mx.array | None, experts: Experts) -> mx.array | str:
+    """What `mx.gather_qmm` and `mx.gather_mm` make of one row for each index, or why kernels don't."""
+    why = experts.why_not()
+    if why is not None:
+        return why
+    if rhs is None or lhs is not None or rhs.dtype not in INDICES or not 1 <= rhs.size <= MOST_PAIRS:
+        return f"{'no' if rhs is None else rhs.size} indices" if lhs is None else "indices of rows"
+    before = x.shape[:-2]
+    if x.ndim < 2 or x.shape[-2] != 1 or x.shape[-1] != experts.inputs or x.dtype != experts.dtype:
+        return f"activations {x.shape} of {x.dtype} with experts of {experts.dtype}"
+    if before != rhs.shape and (not before or before[-1] != 1 or before[:-1] != rhs.shape[:-1]):
+        return f"rows {before} for indices {rhs.shape}"
+    y = gather(x.reshape(-1, x.shape[-1]), rhs.reshape(-1), experts)
+    return y.reshape(*rhs.shape, 1, experts.outputs)
+
+
+def _make_quantised(stock: Callable[..., mx.array], extension: ModuleType) -> Callable[..., mx.array]:  # noqa: ARG001  (no extension)
+    def gather_qmm(
+        x: mx.array,
+        w: mx.array,
+        /,
+        scales: mx.array,
+        biases: mx.array | None = None,
+        lhs_indices: mx.array | None = None,
+        rhs_indices: mx.array | None = None,
+        transpose: bool = True,
+        group_size: int | None = None,
+        bits: int | None = None,
+        mode: str = "affine",
+        global_scale: mx.array | None = None,
+        *,
+        sorted_indices: bool = False,
+        stream: Any = None,
+    ) -> mx.array:
+        if thread.active:
+            if not transpose or mode != "affine" or biases is None:
+                y: mx.array | str = f"mode {mode}" if transpose else "weights that aren't transposed"
+            else:
+                y = _gathered(x, lhs_indices, rhs_indices, Experts(w, scales, biases, bits or 4, group_size or 64))
+            if isinstance(y, mx.array):
+                return y
+            uncovered("gather_qmm", y)
+        return stock(
+            x,
+            w,
+            scales,
+            biases,
+            lhs_indices,
+            rhs_indices,
+            transpose,
+            group_size,
+            bits,
+            mode,
+            global_scale,
+            sorted_indices=sorted_indices,
+            stream=stream,
+        )
+
+    return gather_qmm
+
+
+def _make_dense(stock: Callable[..., mx.array], extension: ModuleType) -> Callable[..., mx.array]:  # noqa: ARG001  (no extension)
+    def gather_mm(
+        a: mx.array,
+        b: mx.array,
+        /,
+        lhs_indices: mx.array | None = None,
+        rhs_indices: mx.array | None = None,
+        *,
+        sorted_indices: bool = False,
+        stream: Any = None,
+    ) -> mx.array:
+        if thread.active:
+            # Expert layers pass a transposed view of [E, N, K]; turned back it needs no copy.
+            y = _gathered(a, lhs_indices, rhs_indices, Experts(mx.swapaxes(b, -1, -2))) if b.ndim == 3 else f"{b.shape}"
+            if isinstance(y, mx.array):
+                return y
+            uncovered("gather_mm", y)
+        return stock(a, b, lhs_indices, rhs_indices, sorted_indices=sorted_indices, stream=stream)
+
+    return gather_mm
+
+
+OPERATIONS = (
+    Operation("gather_qmm", mx, "gather_qmm", _make_quantised, "one row each for up to 512 indices of experts"),
+    Operation("gather_mm", mx, "gather_mm", _make_dense, "the same, dense"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """A layer's gated experts."""
+
+    gate: Experts
+    up: Experts
+    down: Experts
+    owners: tuple[Any, Any, Any]
+
+    @staticmethod
+    def of(layer: Any) -> Mixture | str:
+        """The experts of a `SwitchGLU` with SiLU, or what keeps kernels from them."""
+        if type(layer.activation) is not switch_layers.SwiGLU:
+            return f"experts with {type(layer.activation).__name__}"
+        owners = layer.gate_proj, layer.up_proj, layer.down_proj
+        made: list[Experts] = []
+        for owner in owners:
+            one = Experts.of(owner)
+            if isinstance(one, str):
+                return one
+            made.append(one)
+        gate, up, down = made
+        if gate.kind != up.kind or gate.weight.shape != up.weight.shape or down.dtype != gate.dtype:
+            return "projections of different kinds"
+        return Mixture(gate, up, down, owners)
+
+    def is_current(self, layer: Any) -> bool:
+        """Whether `layer` still has the weights this was made from."""
+        now, parts = (layer.gate_proj, layer.up_proj, layer.down_proj), (self.gate, self.up, self.down)
+        return all(map(is_, now, self.owners)) and all(
+            owner["weight"] is part.weight for owner, part in zip(now, parts, strict=True)
+        )
+
+    def takes(self, layer: Any, x: mx.array, pairs: int) -> bool:
+        """Whether x [..., K] with that many pairs of tokens and experts is one for the kernels; notes it if not."""
+        if not 1 <= pairs <= MOST_PAIRS or x.dtype != self.gate.dtype:
+            uncovered("experts", f"{pairs} pairs, {x.dtype}")
+            return False
+        return self.is_current(layer)
+
+    def products(self, x: mx.array, indices: mx.array) -> mx.array:
+        """Each chosen expert's result: x [..., K], indices [..., top]; [..., top, N]."""
+        flat = indices.reshape(-1)
+        y = gather(gated(x.reshape(-1, x.shape[-1]), flat, self.gate, self.up), flat, self.down)
+        return y.reshape(*indices.shape, self.down.outputs)
+
+    def mixed(self, x: mx.array, logits: mx.array, top: int, among_chosen: bool) -> mx.array:
+        """The sum of the chosen experts' results by their shares: x [..., K], the router's logits [..., E]; [..., N]."""
+        chosen, shares = route(logits.reshape(-1, logits.shape[-1]), top, among_chosen)
+        h = gated(x.reshape(-1, x.shape[-1]), chosen.reshape(-1), self.gate, self.up)
+        return blend(h, chosen, shares, self.down).reshape(*x.shape[:-1], self.down.outputs)
+
+
+def _switch_forward(own: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    def __call__(self: Any, x: mx.array, indices: mx.array) -> mx.array:
+        experts: Mixture = self.experts
+        if thread.active and indices.dtype in INDICES and experts.takes(self, x, indices.size):
+            return experts.products(x, indices)
+        return own(self, x, indices)
+
+    return __call__
+
+
+def _block_forward(own: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    def __call__(self: Any, x: mx.array) -> mx.array:
+        experts: Mixture = self.experts
+        if (
+            thread.active
+            and self.sharding_group is None
+            and experts.takes(self.switch_mlp, x, x.size // x.shape[-1] * self.top_k)
+        ):
+            y = experts.mixed(x, self.gate(x), self.top_k, self.norm_topk_prob)
+            if "shared_expert" not in self:
+                return y
+            return y + mx.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
+        return own(self, x)
+
+    return __call__
+
+
+BLOCKS: tuple[type[nn.Module], ...] = (qwen3_moe.Qwen3MoeSparseMoeBlock, qwen3_next.Qwen3NextSparseMoeBlock)
+"""Softmax over all experts, the largest few, perhaps as shares of those, and perhaps an expert that all tokens share."""
+
+_classes: dict[type, type] = {}
+
+
+def become(layer: nn.Module, forward: Callable[[Callable[..., mx.array]], Callable[..., mx.array]], **held: object) -> str:
+    """Give `layer` a subclass of its own class with that forward, and what it holds. Returns the class's name."""
+    own = type(layer)
+    native = _classes.get(own)
+    if native is None:
+        body = {"__call__": forward(own.__call__), "__module__": own.__module__}
+        native = _classes[own] = type(f"Cuda{own.__name__}", (own,), body)
+    layer.__class__ = native
+    for name, value in held.items():
+        object.__setattr__(layer, name, value)
+    return own.__name__
+
+
+def swap(model: nn.Module) -> dict[str, int]:
+    """Let a model's mixtures of experts take the kernels, in place. Returns how many of each class; raises nothing."""
+    found: dict[str, int] = {}
+
+    def count(name: str) -> None:
+        found[name] = found.get(name, 0) + 1
+
+    modules = [module for _, module in model.named_modules()]
+    for layer in modules:
+        if type(layer) is switch_layers.SwitchGLU:
+            experts = Mixture.of(layer)
+            if isinstance(experts, str):
+                uncovered("experts", experts)
+                continue
+            count(become(layer, _switch_forward, experts=experts))
+    for layer in modules:
+        if type(layer) in BLOCKS:
+            inner: Any = layer
+            experts = getattr(inner.switch_mlp, "experts", None)
+            router = inner.gate
+            logits = router["weight"] if type(router) is nn.Linear else router["scales"]
+            if isinstance(experts, Mixture) and inner.num_experts <= MOST_EXPERTS and logits.dtype == experts.gate.dtype:
+                count(become(layer, _block_forward, experts=experts))
+    return found
