@@ -106,7 +106,9 @@ def bench_experts(tokens: tuple[int, ...] = (1, 8, 16, 64)) -> Iterator[Timing]:
         mx.clear_cache()
 
 
-def bench_recurrent(cases: tuple[tuple[int, int], ...] = ((1, 1), (8, 1), (16, 1), (1, 8), (1, 512))) -> Iterator[Timing]:
+def bench_recurrent(
+    cases: tuple[tuple[int, int], ...] = ((1, 1), (8, 1), (16, 1), (1, 8), (1, 512)),
+) -> Iterator[Timing]:
     """Whole mixers, with their projections."""
     layer = mixer_layer(4)
     recurrent.swap(layer)

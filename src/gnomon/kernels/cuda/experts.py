@@ -1,7 +1,7 @@
 """Products with chosen experts' weights for few tokens, and the mixture of experts around them in three launches.
 
 Contract
-    weights   of bf16 or f16, dense [E, N, K] or 4 and 8 bits in groups of 32, 64 or 128 with scales and biases of x's type; K a multiple of 64
+    weights   of x's type, bf16 or f16: dense [E, N, K], or 4 and 8 bits in groups of 32, 64 or 128; K a multiple of 64
     gather    x [rows, K], experts int32 or uint32 [pairs], pairs a multiple of rows: pair p takes row p / (pairs / rows); result [pairs, N]
     gated     the same for silu(x @ gate.T) * (x @ up.T)
     blend     x [pairs, K], shares float32 [tokens, top]: [tokens, N], the sum of a token's products times their shares
@@ -9,8 +9,8 @@ Contract
               among themselves, as uint32 and float32 [tokens, top]
     pairs     1 to 512
 
-Arithmetic: as in `products`: float32 sums over exact codes, one rounding to the result's type (`blend`: one for the whole sum, and a token's
-experts are added in their order). A row of the result depends, to the bit, on its row of x and its experts alone.
+Arithmetic: as in `products`: float32 sums over exact codes, one rounding to the result's type (`blend`: one for the whole sum, in the
+order of the token's experts). A row of the result depends, to the bit, on its row of x and its experts alone.
 """
 
 from __future__ import annotations
@@ -372,7 +372,9 @@ BLOCKS: tuple[type[nn.Module], ...] = (qwen3_moe.Qwen3MoeSparseMoeBlock, qwen3_n
 _classes: dict[type, type] = {}
 
 
-def become(layer: nn.Module, forward: Callable[[Callable[..., mx.array]], Callable[..., mx.array]], **held: object) -> str:
+def become(
+    layer: nn.Module, forward: Callable[[Callable[..., mx.array]], Callable[..., mx.array]], **held: object
+) -> str:
     """Give `layer` a subclass of its own class with that forward, and what it holds. Returns the class's name."""
     own = type(layer)
     native = _classes.get(own)
@@ -406,6 +408,10 @@ def swap(model: nn.Module) -> dict[str, int]:
             experts = getattr(inner.switch_mlp, "experts", None)
             router = inner.gate
             logits = router["weight"] if type(router) is nn.Linear else router["scales"]
-            if isinstance(experts, Mixture) and inner.num_experts <= MOST_EXPERTS and logits.dtype == experts.gate.dtype:
+            if (
+                isinstance(experts, Mixture)
+                and inner.num_experts <= MOST_EXPERTS
+                and logits.dtype == experts.gate.dtype
+            ):
                 count(become(layer, _block_forward, experts=experts))
     return found

@@ -51,7 +51,9 @@ def _gated_delta(width: int, each: bool, masked: bool, types: tuple[mx.Dtype, ..
     return make(f"gated_delta_{named}", "recurrent.cuh", names, ["y", "after"], body, block=BLOCK)
 
 
-def why_not_gated_delta(q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: mx.array) -> str | None:
+def why_not_gated_delta(
+    q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: mx.array
+) -> str | None:
     """What keeps inputs from `gated_delta`, or None."""
     if not {a.dtype for a in (q, g, beta, state)} <= FLOATS or q.dtype != k.dtype or q.dtype != v.dtype:
         return f"types {q.dtype}, {k.dtype}, {v.dtype}, {g.dtype}, {beta.dtype}, {state.dtype}"
@@ -193,7 +195,9 @@ def _mix(form: Form, joined: bool, masked: bool, lengths: bool, types: tuple[mx.
     body = f"""{lines}state, {"lengths" if lengths else "nullptr"}, norm, {form.eps!r}f, {form.k_heads}, {form.v_heads}, out, kept, after);
 """
     named = "_".join(NAMES[t].strip("_") for t in types)
-    return make(f"mix_{named}", "recurrent.cuh", [*names, "state", "norm"], ["out", "kept", "after"], body, block=MIX_BLOCK)
+    return make(
+        f"mix_{named}", "recurrent.cuh", [*names, "state", "norm"], ["out", "kept", "after"], body, block=MIX_BLOCK
+    )
 
 
 @cache

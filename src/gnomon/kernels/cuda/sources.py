@@ -23,7 +23,9 @@ def header(file: str) -> tuple[Path, str]:
     """A source file of this package, and its text with that of the files beside it that it includes."""
     path = Path(__file__).with_name(file)
     text = path.read_text()
-    return path, "".join([text, *(header(name)[1] for name in re.findall(r'^#include "(\w+\.cuh)"', text, re.MULTILINE))])
+    return path, "".join(
+        [text, *(header(name)[1] for name in re.findall(r'^#include "(\w+\.cuh)"', text, re.MULTILINE))]
+    )
 
 
 def version() -> str:

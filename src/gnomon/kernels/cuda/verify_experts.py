@@ -96,7 +96,13 @@ def _mixture(bits: int, group: int, n: int, k: int, top: int, dtype: mx.Dtype) -
         rows = x[order // top]
         y = experts.gather(rows, flat[order], gate)
         same = _equal(y, experts.gather(x, flat, gate)[order])
-        yield Check("gather, sorted", case, ISA, _share(y, a.reshape(-1, n)[np.array(order)], a_size.reshape(-1, n)[np.array(order)], k), same)
+        yield Check(
+            "gather, sorted",
+            case,
+            ISA,
+            _share(y, a.reshape(-1, n)[np.array(order)], a_size.reshape(-1, n)[np.array(order)], k),
+            same,
+        )
         poison()
         y = experts.gated(x, flat, gate, up)
         b = np.einsum("tok,tonk->ton", wide.repeat(top, 1), dense_up[at])
@@ -120,7 +126,9 @@ def _mixture(bits: int, group: int, n: int, k: int, top: int, dtype: mx.Dtype) -
         yield Check("blended experts", case, ISA, _share(y, expected, size, k), _equal(y, mx.concatenate(by_token)))
 
 
-def _rule(q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array, mask: Array | None) -> tuple[Array, Array, Array]:
+def _rule(
+    q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array, mask: Array | None
+) -> tuple[Array, Array, Array]:
     """Results, the state after each token [B, T, Hv, Dv, Dk], and sizes of what is added up for the results, in float64."""
     repeats = v.shape[2] // q.shape[2]
     q, k = np.repeat(q, repeats, 2), np.repeat(k, repeats, 2)
@@ -153,7 +161,12 @@ def verify_recurrent() -> Iterator[Check]:
     ):
         for tokens in (1, 7, 40):
             yield from _delta(size, rows, k_heads, v_heads, each, dtype, state_type, tokens)
-    for k_size, v_size, dtype in ((128, 128, mx.bfloat16), (64, 32, mx.float16), (32, 256, mx.bfloat16), (256, 256, mx.bfloat16)):
+    for k_size, v_size, dtype in (
+        (128, 128, mx.bfloat16),
+        (64, 32, mx.float16),
+        (32, 256, mx.bfloat16),
+        (256, 256, mx.bfloat16),
+    ):
         form = recurrent.Form(2, 4, k_size, v_size, 1e-6, dtype)
         for joined in (True, False):
             yield from _mixer(form, joined)
@@ -194,8 +207,9 @@ def _delta(
             head = recurrent.gated_delta(q[:, :cut], k[:, :cut], v[:, :cut], g[:, :cut], beta[:, :cut], state)
             tail = recurrent.gated_delta(q[:, cut:], k[:, cut:], v[:, cut:], g[:, cut:], beta[:, cut:], head[1])
             same = same and _equal(mx.concatenate([head[0], tail[0]], 1), y) and _equal(tail[1], after)
-        case = f"{tokens} tokens, {v_heads} heads of {size} by {rows}{', per column' if each else ''}{', masked' if seen is not None else ''}"
-        yield Check("gated_delta", f"{case}, {_name(dtype)}", ISA, error, same)
+        kind = f"{', per column' if each else ''}{'' if mask is None else ', masked'}, {_name(dtype)}"
+        case = f"{tokens} tokens, {v_heads} heads of {size} by {rows}{kind}"
+        yield Check("gated_delta", case, ISA, error, same)
 
 
 def _mixer(form: recurrent.Form, joined: bool) -> Iterator[Check]:
@@ -225,7 +239,9 @@ def _mixer(form: recurrent.Form, joined: bool) -> Iterator[Check]:
     expected, exact_kept, exact_after, slack = _exact_mixer(form, every, parts, before, state)
     error = float((np.abs(_wide(out) - expected) / slack).max())
     error = max(error, float((np.abs(_wide(after) - exact_after) / (2.0**-5 * (1 + np.abs(exact_after)))).max()))
-    name = f"{form.v_heads} heads of {form.k_size} by {form.v_size}, {'joined' if joined else 'separate'}, {_name(dtype)}"
+    name = (
+        f"{form.v_heads} heads of {form.k_size} by {form.v_size}, {'joined' if joined else 'separate'}, {_name(dtype)}"
+    )
     yield Check("mixer", f"{tokens} tokens, {name}", ISA, error, bool((_wide(kept) == exact_kept).all()))
     # The same tokens one by one, as windows, and each row alone: results, inputs to keep and states.
     for steps in ((1,) * tokens, (5, 2, 16), (20, 3)):
@@ -248,7 +264,10 @@ def _mixer(form: recurrent.Form, joined: bool) -> Iterator[Check]:
         same = True
         for i, n in enumerate(counts):
             one = recurrent.mix(form, projected(every[i : i + 1, :n]), parts, before[i : i + 1], state[i : i + 1])
-            same = same and all(_equal(a, b) for a, b in zip(one, (made[0][i : i + 1, :n], made[1][i : i + 1], made[2][i : i + 1]), strict=True))
+            same = same and all(
+                _equal(a, b)
+                for a, b in zip(one, (made[0][i : i + 1, :n], made[1][i : i + 1], made[2][i : i + 1]), strict=True)
+            )
         finite = bool(mx.isfinite(made[0]).all().item())
         yield Check("mixer, rows alone", f"{window} tokens, ragged, {name}", ISA, 0.0, same and finite)
 
@@ -277,4 +296,9 @@ def _exact_mixer(
     gate = z / (1 + np.exp(-z))
     # Rounded q, k, v and y: a few units in the last place of the largest of a head's values, before the norm.
     slack = 2.0**-5 * np.abs(gate) * (np.abs(norm) + np.abs(norm).max(-1, keepdims=True)) + 2.0**-8
-    return (norm * gate).reshape(batch, tokens, width), window[:, tokens:], states[:, -1], slack.reshape(batch, tokens, width)
+    return (
+        (norm * gate).reshape(batch, tokens, width),
+        window[:, tokens:],
+        states[:, -1],
+        slack.reshape(batch, tokens, width),
+    )
