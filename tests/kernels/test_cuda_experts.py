@@ -64,8 +64,9 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ) -> Any:
         called.append("mix")
         mixed, (batch, tokens, _) = projected.mixed, projected.mixed.shape
-        z, a, b = projected.others or (None, None, None)
-        if z is None:
+        if projected.others is not None:
+            z, a, b = projected.others
+        else:
             width = form.v_heads * form.v_size
             ends = [form.channels, form.channels + width, form.channels + width + form.v_heads]
             mixed, z, b, a = mx.split(mixed, ends, axis=-1)
@@ -279,7 +280,7 @@ def test_the_mixer_of_qwen3_next(stand_ins: list[str]) -> None:
     layer.set_dtype(mx.bfloat16)
     x = mx.random.normal((2, 5, 64)).astype(mx.bfloat16)
 
-    def run(native: bool) -> list[mx.array]:
+    def run(native: bool) -> list[Any]:
         dispatch.choose(native)
         cache = ArraysCache(2)
         with dispatch.step():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -21,8 +22,10 @@ HIDDEN = 2048
 
 def experts_layer(bits: int) -> Any:
     """Experts of Qwen3-30B-A3B's size, 128 of width 768, 8 a token, bf16 or affine codes."""
-    args: Any = {"hidden_size": HIDDEN, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
-    made: Any = qwen3_moe.Qwen3MoeSparseMoeBlock(_Arguments(**args, norm_topk_prob=True))
+    arguments: Any = SimpleNamespace(
+        hidden_size=HIDDEN, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True
+    )
+    made: Any = qwen3_moe.Qwen3MoeSparseMoeBlock(arguments)
     made.set_dtype(mx.bfloat16)
     if bits < 16:
         nn.quantize(made, 64, bits)
@@ -47,11 +50,6 @@ def mixer_layer(bits: int) -> Any:
         nn.quantize(made, 64, bits)
     mx.eval(made.parameters())
     return made
-
-
-class _Arguments:
-    def __init__(self, **values: Any) -> None:
-        vars(self).update(values)
 
 
 class Held:

@@ -194,13 +194,15 @@ def _delta(
         poison()
         y, after = recurrent.gated_delta(q, k, v, g, beta, state, mask)
         seen = None if mask is None else np.array(mask).astype(np.float64)
-        expected, states, sizes = _rule(*map(_wide, (q, k, v, g, beta, state)), seen)
+        expected, states, sizes = _rule(_wide(q), _wide(k), _wide(v), _wide(g), _wide(beta), _wide(state), seen)
         error = _share(y, expected, sizes + (sizes > 0), size * tokens)
         error = max(error, _share(after, states[:, -1], np.abs(states[:, -1]) + 1, size * tokens))
         same = True
         for i in range(batch):
-            part = [a[i : i + 1] for a in (q, k, v, g, beta, state)]
-            one = recurrent.gated_delta(*part, None if mask is None else mask[i : i + 1])
+            only = slice(i, i + 1)
+            one = recurrent.gated_delta(
+                q[only], k[only], v[only], g[only], beta[only], state[only], None if mask is None else mask[only]
+            )
             same = same and _equal(one[0], y[i : i + 1]) and _equal(one[1], after[i : i + 1])
         if tokens > 1 and mask is None and state_type == mx.float32:
             cut = tokens // 3 + 1
