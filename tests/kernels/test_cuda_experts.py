@@ -15,10 +15,12 @@ from mlx_lm.models.gated_delta import normalize_qk
 
 import tiny_models
 from gnomon.kernels import dispatch
-from gnomon.kernels.cuda import experts, recurrent
+from gnomon.kernels.cuda import decode, experts, recurrent
 from gnomon.kernels.cuda.experts import Experts
+from gnomon.kernels.cuda.products import Normed
 from gnomon.kernels.recurrent import reference_gated_delta, reference_short_convolution
 from gnomon.state.batch_state import BatchState
+from kernels.test_cuda import stand_in
 
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 HYBRID = {**EXPERTS, "shared_expert_intermediate_size": 64, "linear_value_head_dim": 32}
@@ -43,14 +45,29 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         called.append("gather")
         return each(x, indices, w).astype(x.dtype)
 
-    def gated(x: mx.array, indices: mx.array, gate: Experts, up: Experts) -> mx.array:
+    def gated(x: mx.array | Normed, indices: mx.array, gate: Experts, up: Experts) -> mx.array:
         called.append("gated")
-        return (nn.silu(each(x, indices, gate)) * each(x, indices, up)).astype(x.dtype)
+        indices = indices.reshape(-1)
+        if isinstance(x, Normed):
+            wide = x.rows.astype(mx.float32)
+            x = wide * mx.rsqrt(x.squares.sum(-1, keepdims=True) / wide.shape[-1] + x.eps)
+        return (nn.silu(each(x, indices, gate)) * each(x, indices, up)).astype(gate.dtype)
 
     def blend(x: mx.array, indices: mx.array, shares: mx.array, w: Experts) -> mx.array:
         called.append("blend")
+        return blended(x, indices, shares, w).astype(x.dtype)
+
+    def blended(x: mx.array, indices: mx.array, shares: mx.array, w: Experts) -> mx.array:
         y = each(x, indices.reshape(-1), w).reshape(*indices.shape, -1)
-        return (y * shares[..., None]).sum(1).astype(x.dtype)
+        return (y * shares[..., None]).sum(1)
+
+    def blend_and_add(
+        x: mx.array, indices: mx.array, shares: mx.array, w: Experts, residual: mx.array, norm: mx.array, eps: float
+    ) -> tuple[mx.array, Normed]:
+        called.append("blend_and_add")
+        h = (blended(x, indices, shares, w) + residual.astype(mx.float32)).astype(x.dtype)
+        wide = h.astype(mx.float32)
+        return h, Normed((wide * norm).astype(x.dtype), (wide**2).reshape(len(h), -1, 16).sum(-1), eps)
 
     def route(logits: mx.array, top: int, among_chosen: bool) -> tuple[mx.array, mx.array]:
         called.append("route")
@@ -92,8 +109,8 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             x.dtype
         )
 
-    for name, function in (("gather", gather), ("gated", gated), ("blend", blend), ("route", route)):
-        monkeypatch.setattr(experts, name, function)
+    for function in (gather, gated, blend, blend_and_add, route):
+        monkeypatch.setattr(experts, function.__name__, function)
     monkeypatch.setattr(recurrent, "mix", mix)
     monkeypatch.setattr(recurrent, "product", product)
     return called
@@ -163,6 +180,35 @@ def test_a_models_forward_over_the_kernels_is_its_own(
 
 def _changes(family: str) -> dict[str, int]:
     return {"qwen3_5": HYBRID, "qwen3_moe": EXPERTS}.get(family, {})
+
+
+def test_decode_steps_of_a_model_with_experts_are_compiled(
+    stand_ins: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make() -> Any:
+        wide = {**EXPERTS, "hidden_size": 128, "head_dim": 64, "num_hidden_layers": 2}
+        return tiny_models.make("qwen3_moe", "bfloat16", **wide)
+
+    def decoded(model: Any) -> np.ndarray:
+        states = [BatchState(model, make_prompt_cache(model)) for _ in range(2)]
+        forward(model, states[0], [[7, 9, 11, 4, 250]])
+        forward(model, states[1], [[3, 4, 5]])
+        states[0].join(states[1])
+        return np.array(forward(model, states[0], [[17], [18]]))
+
+    expected, model = decoded(make()), make()
+    stand_in(monkeypatch)
+    assert decode.swap(model) == {"Model": 1, "layers": 2}
+    dispatch.choose(True)
+    with dispatch.step():
+        found = decoded(model)
+    assert stand_ins == ["route", "gated", "blend_and_add"] * 2
+    # A window's first tokens are the model's own.
+    assert dispatch.stock_calls == {}
+    assert np.abs(found - expected).mean() < 0.03 * expected.std()
+    assert decode.Decoder.of(make()) is not None
+    model.model.layers[1].mlp.switch_mlp.down_proj.weight = model.model.layers[1].mlp.switch_mlp.down_proj.weight + 1
+    assert not model.decoder.is_current()
 
 
 @pytest.mark.parametrize("bits", [8, 16])

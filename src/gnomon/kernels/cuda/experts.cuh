@@ -156,11 +156,12 @@ __device__ __forceinline__ bool find_columns(const I* indices, int pairs, int pa
   }
 }
 
-// out [pairs, N] = x @ w[expert].T for TILES 1, or silu(x @ gate[expert].T) * (x @ up[expert].T) for 2. Pair p reads row p / per_row of x.
+// out [pairs, N] = x @ w[expert].T for TILES 1, or silu(x @ gate[expert].T) * (x @ up[expert].T) for 2. Pair p reads row p / per_row of x;
+// with `squares` [rows, stretches] a row is divided by its root mean square, as in linear.cuh.
 template <typename T, int BITS, int GROUP, int TILES, bool GROUPED, int U, typename I>
 __device__ __forceinline__ void choose(const Experts<T> (&experts)[TILES], const T* x, const I* indices, int pairs, int per_row, int K,
-                                       T* out) {
-  __shared__ float share[WARPS][TILES * 128];
+                                       const float* squares, int stretches, float eps, T* out) {
+  __shared__ float share[WARPS][TILES * 128], factor[WARPS];
   __shared__ Columns<GROUPED> columns;
   const int pair = blockIdx.x, first = blockIdx.y * 16, N = experts[0].rows;
   if (!find_columns<GROUPED>(indices, pairs, pair, columns)) return;
@@ -179,6 +180,14 @@ __device__ __forceinline__ void choose(const Experts<T> (&experts)[TILES], const
 #pragma unroll
     for (int i = 0; i < TILES; ++i)
       *reinterpret_cast<float4*>(&share[warp][i * 128 + lane * 4]) = make_float4(acc[i][0], acc[i][1], acc[i][2], acc[i][3]);
+    if (squares && c0 + warp < count) {  // a warp per column
+      const float* row_squares = squares + (size_t)(columns.pair[c0 + warp] / per_row) * stretches;
+      float sum = 0.0f;
+      for (int i = lane; i < stretches; i += 32) sum += row_squares[i];
+#pragma unroll
+      for (int o = 16; o; o >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, o);
+      if (lane == 0) factor[warp] = rsqrtf(sum / (float)K + eps);
+    }
     __syncthreads();
     for (int e = threadIdx.x; e < 128; e += WARPS * 32) {
       const int n = e % 16, m = e / 16;
@@ -190,6 +199,7 @@ __device__ __forceinline__ void choose(const Experts<T> (&experts)[TILES], const
           sums[i] = share[0][i * 128 + at];
 #pragma unroll
           for (int w = 1; w < WARPS; ++w) sums[i] += share[w][i * 128 + at];
+          if (squares) sums[i] *= factor[m];
         }
         float v = sums[0];
         if constexpr (TILES == 2) v = v / (1.0f + __expf(-v)) * sums[1];
@@ -200,34 +210,57 @@ __device__ __forceinline__ void choose(const Experts<T> (&experts)[TILES], const
   }
 }
 
-// out [tokens, N] = sum over a token's experts, in their order, of weight * (x[pair] @ w[expert].T), in float32. One block per token and 16
-// rows of weights; with few experts several warps share one.
+// The sum over a token's experts, in their order, of share * (x[pair] @ w[expert].T), in float32, for row n of 16 in thread n of the first
+// warp. One block per token and 16 rows of weights; with few experts several warps take one together.
 template <typename T, int BITS, int GROUP, int U, typename I>
-__device__ __forceinline__ void blend(const Experts<T>& experts, const T* x, const I* indices, const float* weights, int top, int K,
-                                      T* out) {
-  __shared__ float share[DOWN_WARPS][16];
+__device__ __forceinline__ float blended(const Experts<T>& experts, const T* x, const I* indices, const float* shares, int top, int K) {
+  __shared__ float part[DOWN_WARPS][16];
   const int token = blockIdx.x, first = blockIdx.y * 16;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int per = top >= DOWN_WARPS ? 1 : DOWN_WARPS / top, step = DOWN_WARPS / per, piece = warp % per;
-  const int chunks = K / Layout<BITS, GROUP>::SUB, part = (chunks + per - 1) / per;
-  const int begin = min(chunks, piece * part), end = min(chunks, begin + part);
+  const int chunks = K / Layout<BITS, GROUP>::SUB, size = (chunks + per - 1) / per;
+  const int begin = min(chunks, piece * size), end = min(chunks, begin + size);
   float low = 0.0f, high = 0.0f;
   for (int slot = warp / per; slot < top && warp < per * step; slot += step) {
     const int pair = token * top + slot;
     const Lines<T> lines[1] = {lines_of<T, BITS, GROUP>(experts, indices[pair], first, K)};
     float acc[1][4] = {};
     accumulate<T, BITS, GROUP, 1, U>(lines, lane < 4 ? x + (size_t)pair * K : nullptr, begin, end, acc);
-    low = fmaf(weights[pair], acc[0][0], low), high = fmaf(weights[pair], acc[0][2], high);
+    low = fmaf(shares[pair], acc[0][0], low), high = fmaf(shares[pair], acc[0][2], high);
   }
-  if ((lane & 3) == 0) share[warp][lane >> 2] = low, share[warp][8 + (lane >> 2)] = high;
+  if ((lane & 3) == 0) part[warp][lane >> 2] = low, part[warp][8 + (lane >> 2)] = high;
   __syncthreads();
-  const int n = threadIdx.x;
-  if (n < 16 && first + n < experts.rows) {
-    float sum = share[0][n];
+  const int n = threadIdx.x & 15;
+  float sum = part[0][n];
 #pragma unroll
-    for (int w = 1; w < DOWN_WARPS; ++w) sum += share[w][n];
-    out[(size_t)token * experts.rows + first + n] = Type<T>::narrow(sum);
-  }
+  for (int w = 1; w < DOWN_WARPS; ++w) sum += part[w][n];
+  return sum;
+}
+
+// out [tokens, N]
+template <typename T, int BITS, int GROUP, int U, typename I>
+__device__ __forceinline__ void blend(const Experts<T>& experts, const T* x, const I* indices, const float* shares, int top, int K,
+                                      T* out) {
+  const float sum = blended<T, BITS, GROUP, U>(experts, x, indices, shares, top, K);
+  const int row = blockIdx.y * 16 + threadIdx.x;
+  if (threadIdx.x < 16 && row < experts.rows) out[(size_t)blockIdx.x * experts.rows + row] = Type<T>::narrow(sum);
+}
+
+// h = residual + the sum; hw = h * weight of the norm that comes next; its sums of squares over 16 values each [tokens, N / 16].
+template <typename T, int BITS, int GROUP, int U, typename I>
+__device__ __forceinline__ void blend_and_add(const Experts<T>& experts, const T* x, const I* indices, const float* shares, int top,
+                                              int K, const T* residual, const T* weight, T* h, T* hw, float* squares) {
+  const float sum = blended<T, BITS, GROUP, U>(experts, x, indices, shares, top, K);
+  if (threadIdx.x >= 32) return;
+  const int n = threadIdx.x & 15, row = blockIdx.y * 16 + n;
+  const size_t at = (size_t)blockIdx.x * experts.rows + row;
+  const T rounded = Type<T>::narrow(sum + Type<T>::wide(residual[at]));
+  const float y = Type<T>::wide(rounded);
+  float square = y * y;
+#pragma unroll
+  for (int o = 8; o; o >>= 1) square += __shfl_xor_sync(0xffffffffu, square, o);
+  if (threadIdx.x < 16) h[at] = rounded, hw[at] = Type<T>::narrow(y * Type<T>::wide(weight[row]));
+  if (threadIdx.x == 0) squares[(size_t)blockIdx.x * gridDim.y + blockIdx.y] = square;
 }
 
 // The `top` largest of each row of logits [tokens, E], largest first, equal ones by number; their shares of the softmax over all E, or

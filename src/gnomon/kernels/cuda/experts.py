@@ -4,7 +4,9 @@ Contract
     weights   of x's type, bf16 or f16: dense [E, N, K], or 4 and 8 bits in groups of 32, 64 or 128; K a multiple of 64
     gather    x [rows, K], experts int32 or uint32 [pairs], pairs a multiple of rows: pair p takes row p / (pairs / rows); result [pairs, N]
     gated     the same for silu(x @ gate.T) * (x @ up.T)
-    blend     x [pairs, K], shares float32 [tokens, top]: [tokens, N], the sum of a token's products times their shares
+              either may have a norm before it folded in, as in `products`
+    blend     x [pairs, K], shares float32 [tokens, top]: [tokens, N], the sum of a token's products times their shares; with a residual
+              and the next norm's weight as `products.add`
     route     logits [tokens, E], E at most 512: the `top` largest, largest first, equal ones by number, and their softmax over all or
               among themselves, as uint32 and float32 [tokens, top]
     pairs     1 to 512
@@ -15,6 +17,7 @@ order of the token's experts). A row of the result depends, to the bit, on its r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -26,7 +29,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import qwen3_moe, qwen3_next, switch_layers
 
-from gnomon.kernels.cuda.products import BITS, BLOCK, DENSE, GROUPS, TYPES
+from gnomon.kernels.cuda.products import BITS, BLOCK, DENSE, GROUPS, TYPES, Normed
 from gnomon.kernels.cuda.sources import Kernel, make
 from gnomon.kernels.dispatch import Operation, thread, uncovered
 
@@ -115,25 +118,26 @@ def _part(i: int, kind: tuple[int, int, mx.Dtype]) -> str:
 
 
 @cache
-def _choose(kind: tuple[int, int, mx.Dtype], tiles: int, grouped: bool, index: mx.Dtype) -> Kernel:
-    (bits, group, dtype), names = kind, [n for i in range(tiles) for n in _names(i, kind)]
-    t = TYPES[dtype]
+def _choose(kind: tuple[int, int, mx.Dtype], tiles: int, grouped: bool, index: mx.Dtype, eps: float | None) -> Kernel:
+    bits, group, dtype = kind
+    t, squares = TYPES[dtype], "nullptr, 0, 0.0f" if eps is None else f"squares, squares_shape[1], {eps!r}f"
     body = f"""
   const gnomon::Experts<{t}> experts[] = {{{", ".join(_part(i, kind) for i in range(tiles))}}};
   gnomon::choose<{t}, {bits}, {group}, {tiles}, {"true" if grouped else "false"}, {AHEAD}>(
-      experts, x, indices, indices_shape[0], indices_shape[0] / x_shape[0], x_shape[1], out);
+      experts, x, indices, gridDim.x, gridDim.x / x_shape[0], x_shape[1], {squares}, out);
 """
+    names = ["x", *([] if eps is None else ["squares"]), "indices", *(n for i in range(tiles) for n in _names(i, kind))]
     residents = 3 if tiles == 1 else 2
-    names = ["x", "indices", *names]
     return make(
         f"choose_{INDICES[index]}", "experts.cuh", names, ["out"], body, block=BLOCK, blocks_per_processor=residents
     )
 
 
-def _chosen(x: mx.array, indices: mx.array, weights: tuple[Experts, ...]) -> mx.array:
-    first, pairs = weights[0], indices.shape[0]
-    return _choose(first.kind, len(weights), pairs > MOST_ALONE, indices.dtype)(
-        inputs=[x, indices, *(a for w in weights for a in w.arrays())],
+def _chosen(x: mx.array | Normed, indices: mx.array, weights: tuple[Experts, ...]) -> mx.array:
+    first, pairs = weights[0], math.prod(indices.shape)
+    rows, squares, eps = (x.rows, [x.squares], x.eps) if isinstance(x, Normed) else (x, [], None)
+    return _choose(first.kind, len(weights), pairs > MOST_ALONE, indices.dtype, eps)(
+        inputs=[rows, *squares, indices, *(a for w in weights for a in w.arrays())],
         output_shapes=[(pairs, first.outputs)],
         output_dtypes=[first.dtype],
         grid=(pairs * BLOCK, -(-first.outputs // 16), 1),
@@ -142,37 +146,59 @@ def _chosen(x: mx.array, indices: mx.array, weights: tuple[Experts, ...]) -> mx.
 
 
 def gather(x: mx.array, indices: mx.array, experts: Experts) -> mx.array:
-    """x [rows, K] times the weights of experts `indices` [pairs]: [pairs, N]."""
+    """x [rows, K] times the weights of experts `indices`, of any shape: [pairs, N]."""
     return _chosen(x, indices, (experts,))
 
 
-def gated(x: mx.array, indices: mx.array, gate: Experts, up: Experts) -> mx.array:
-    """silu(x @ gate.T) * (x @ up.T) of experts `indices` [pairs]: [pairs, N]. Both are of one kind and size."""
+def gated(x: mx.array | Normed, indices: mx.array, gate: Experts, up: Experts) -> mx.array:
+    """silu(x @ gate.T) * (x @ up.T) of experts `indices`, of any shape: [pairs, N]. Both are of one kind and size."""
     return _chosen(x, indices, (gate, up))
 
 
 @cache
-def _blend(kind: tuple[int, int, mx.Dtype], index: mx.Dtype) -> Kernel:
+def _blend(kind: tuple[int, int, mx.Dtype], index: mx.Dtype, adds: bool) -> Kernel:
     bits, group, dtype = kind
-    t = TYPES[dtype]
+    t, results = TYPES[dtype], ["h", "hw", "squares"] if adds else ["out"]
     body = f"""
   const gnomon::Experts<{t}> experts{_part(0, kind)};
-  gnomon::blend<{t}, {bits}, {group}, {AHEAD}>(experts, x, indices, shares, shares_shape[1], x_shape[1], out);
+  gnomon::{"blend_and_add" if adds else "blend"}<{t}, {bits}, {group}, {AHEAD}>(
+      experts, x, indices, shares, shares_shape[1], x_shape[1], {"residual, norm, " if adds else ""}{", ".join(results)});
 """
-    names = ["x", "indices", "shares", *_names(0, kind)]
-    return make(f"blend_{INDICES[index]}", "experts.cuh", names, ["out"], body, block=DOWN_BLOCK)
+    names = ["x", "indices", "shares", *(["residual", "norm"] if adds else []), *_names(0, kind)]
+    return make(f"blend_{INDICES[index]}", "experts.cuh", names, results, body, block=DOWN_BLOCK)
 
 
 def blend(x: mx.array, indices: mx.array, shares: mx.array, experts: Experts) -> mx.array:
     """Sum over a token's experts of share * (x @ w.T): x [tokens * top, K], indices and float32 shares [tokens, top]; [tokens, N]."""
     tokens = shares.shape[0]
-    return _blend(experts.kind, indices.dtype)(
+    return _blend(experts.kind, indices.dtype, False)(
         inputs=[x, indices, shares, *experts.arrays()],
         output_shapes=[(tokens, experts.outputs)],
         output_dtypes=[experts.dtype],
         grid=(tokens * DOWN_BLOCK, -(-experts.outputs // 16), 1),
         threadgroup=(DOWN_BLOCK, 1, 1),
     )[0]
+
+
+def blend_and_add(
+    x: mx.array,
+    indices: mx.array,
+    shares: mx.array,
+    experts: Experts,
+    residual: mx.array,
+    norm: mx.array,
+    eps: float,
+) -> tuple[mx.array, Normed]:
+    """`blend` plus `residual` [tokens, N], and the same before the next product, as `products.add`. N is a multiple of 16."""
+    tokens, outputs = shares.shape[0], experts.outputs
+    h, hw, squares = _blend(experts.kind, indices.dtype, True)(
+        inputs=[x, indices, shares, residual, norm, *experts.arrays()],
+        output_shapes=[(tokens, outputs), (tokens, outputs), (tokens, outputs // 16)],
+        output_dtypes=[experts.dtype, experts.dtype, mx.float32],
+        grid=(tokens * DOWN_BLOCK, outputs // 16, 1),
+        threadgroup=(DOWN_BLOCK, 1, 1),
+    )
+    return h, Normed(hw, squares, eps)
 
 
 @cache

@@ -9,7 +9,7 @@ import numpy as np
 
 from gnomon.kernels.cuda import experts, recurrent
 from gnomon.kernels.cuda.experts import Experts
-from gnomon.kernels.cuda.products import DENSE
+from gnomon.kernels.cuda.products import DENSE, Normed
 from gnomon.kernels.verify import Array, Check, _name, _random, _share, _wide  # pyright: ignore[reportPrivateUsage]
 
 ISA = "cuda"
@@ -124,6 +124,31 @@ def _mixture(bits: int, group: int, n: int, k: int, top: int, dtype: mx.Dtype) -
             experts.blend(h[i * top : (i + 1) * top], chosen[i : i + 1], shares[i : i + 1], gate) for i in range(tokens)
         ]
         yield Check("blended experts", case, ISA, _share(y, expected, size, k), _equal(y, mx.concatenate(by_token)))
+        residual, norm = _random(tokens, n, seed=9, dtype=dtype), 1 + 0.1 * _random(n, seed=10, dtype=dtype)
+        poison()
+        sums, after = experts.blend_and_add(h, chosen, shares, gate, residual, norm, 1e-6)
+        expected, size = expected + _wide(residual), size + np.abs(_wide(residual))
+        error = max(
+            _share(sums, expected, size, k), _share(after.rows, _wide(sums) * _wide(norm), np.abs(_wide(sums)), 1)
+        )
+        squares = _wide(sums) ** 2
+        error = max(
+            error, float(np.abs(_wide(after.squares) / squares.reshape(tokens, -1, 16).sum(-1) - 1).max() / 1e-5)
+        )
+        one = experts.blend_and_add(h[:top], chosen[:1], shares[:1], gate, residual[:1], norm, 1e-6)
+        same = _equal(one[0], sums[:1]) and _equal(one[1].rows, after.rows[:1])
+        yield Check("blended experts, added", case, ISA, error, same and _equal(one[1].squares, after.squares[:1]))
+        scaled = Normed(x, (_random(tokens, k // 16, seed=8, dtype=mx.float32) ** 2) * 16, 1e-5)
+        factor = 1 / np.sqrt(_wide(scaled.squares).sum(-1) / k + 1e-5)
+        factor = factor[:, None, None]
+        a, a_size, b, b_size = (part * factor for part in (a, a_size, b, b_size))
+        expected = a / (1 + np.exp(-a)) * b
+        size = 1.1 * a_size * np.abs(b) + np.abs(a) * b_size + 4 * np.abs(expected)
+        poison()
+        y = experts.gated(scaled, chosen, gate, up)
+        first = experts.gated(Normed(x[:1], scaled.squares[:1], 1e-5), chosen[:1], gate, up)
+        error = _share(y, expected.reshape(-1, n), size.reshape(-1, n), k)
+        yield Check("norm and gated experts", case, ISA, error, _equal(first, y[:top]))
 
 
 def _rule(
