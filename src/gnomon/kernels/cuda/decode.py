@@ -53,7 +53,7 @@ class MLP:
 
 
 @dataclass(frozen=True, slots=True)
-class Routed:
+class RoutedMLP:
     """A router, and experts of which it chooses `top`."""
 
     router: Weights
@@ -76,7 +76,7 @@ class Layer:
     k: Weights
     v: Weights
     o: Weights
-    mlp: MLP | Routed
+    mlp: MLP | RoutedMLP
     attention_norm: mx.array
     mlp_norm: mx.array
     head_norms: tuple[mx.array, mx.array] | None
@@ -223,7 +223,7 @@ def _mlp(mlp: Any, watched: list[Any]) -> MLP:
     return MLP(gate, up, down)
 
 
-def _routed(block: Any, watched: list[Any]) -> Routed:
+def _routed(block: Any, watched: list[Any]) -> RoutedMLP:
     switch, router = block.switch_mlp, _weights(block, "gate", watched)
     made = Mixture.of(switch)
     if isinstance(made, str) or made.gate.dtype != mx.bfloat16:
@@ -235,7 +235,7 @@ def _routed(block: Any, watched: list[Any]) -> Routed:
     watched.append((block, "switch_mlp", switch))
     for name, part in (("gate_proj", made.gate), ("up_proj", made.up), ("down_proj", made.down)):
         watched += [(switch, name, switch[name]), (switch[name], "weight", part.weight)]
-    return Routed(router, made, block.top_k, block.norm_topk_prob)
+    return RoutedMLP(router, made, block.top_k, block.norm_topk_prob)
 
 
 def _made(model: Any) -> Decoder:

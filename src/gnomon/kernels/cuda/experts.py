@@ -29,7 +29,17 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import qwen3_moe, qwen3_next, switch_layers
 
-from gnomon.kernels.cuda.products import BITS, BLOCK, DENSE, GROUPS, TYPES, Normed
+from gnomon.kernels.cuda.products import (
+    BITS,
+    BLOCK,
+    DENSE,
+    GROUPS,
+    MOST_ROWS,
+    TYPES,
+    Normed,
+    Weights,
+    product,
+)
 from gnomon.kernels.cuda.sources import Kernel, make
 from gnomon.kernels.dispatch import Operation, thread, uncovered
 
@@ -37,6 +47,8 @@ MOST_PAIRS = 512
 MOST_EXPERTS = 512
 MOST_ALONE = 16
 """Up to this many pairs each has blocks of its own; more are put together by expert."""
+MOST_GRAPHS = 16
+"""Shapes of which a compiled function keeps graphs."""
 INDICES = {mx.int32: "int", mx.uint32: "uint32_t"}
 DOWN_BLOCK = 512
 AHEAD = 2
@@ -365,6 +377,77 @@ class Mixture:
         return blend(h, chosen, shares, self.down).reshape(*x.shape[:-1], self.down.outputs)
 
 
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """The expert that all tokens share, and the row of weights that its share comes from."""
+
+    gate: Weights
+    up: Weights
+    down: Weights
+    share: Weights
+
+    def run(self, x: mx.array) -> mx.array:
+        """Its result by its share: x [rows, K]; [rows, N]."""
+        if self.gate.kind == self.up.kind:
+            a, b = mx.split(product(x, self.gate, self.up), [self.gate.outputs], axis=-1)
+        else:
+            a, b = product(x, self.gate), product(x, self.up)
+        return mx.sigmoid(product(x, self.share)) * product(nn.silu(a) * b, self.down)
+
+
+class Routed:
+    """A block's router and experts, as one compiled function of up to 32 rows."""
+
+    def __init__(self, block: Any, experts: Mixture) -> None:
+        self.experts = experts
+        self.top = int(block.top_k)
+        self.among_chosen = bool(block.norm_topk_prob)
+        self.watched: list[tuple[Any, str, object]] = []
+        self.router = self._weights(block, "gate")
+        self.shared: Shared | None = None
+        self._is_whole = self.router is not None
+        if "shared_expert" in block:
+            own = block.shared_expert
+            parts = [self._weights(own, name) for name in ("gate_proj", "up_proj", "down_proj")]
+            found = [part for part in (*parts, self._weights(block, "shared_expert_gate")) if part is not None]
+            self.watched.append((block, "shared_expert", own))
+            self._is_whole = self._is_whole and len(found) == 4
+            self.shared = Shared(*found) if len(found) == 4 else None
+        self._shapes: set[tuple[int, ...]] = set()
+        self._compiled = mx.compile(self._run)
+
+    def _weights(self, owner: Any, name: str) -> Weights | None:
+        layer = owner.get(name)
+        found = Weights.of(layer) if layer is not None else None
+        if found is None or found.dtype != self.experts.gate.dtype:
+            return None
+        self.watched += [(owner, name, layer), (layer, "weight", found.weight)]
+        return found
+
+    def _run(self, x: mx.array) -> mx.array:
+        if self.router is None:
+            raise ValueError("a router that is no product of the kernels")
+        chosen, shares = route(product(x, self.router), self.top, self.among_chosen)
+        y = blend(gated(x, chosen, self.experts.gate, self.experts.up), chosen, shares, self.experts.down)
+        return y if self.shared is None else y + self.shared.run(x)
+
+    def run(self, block: Any, x: mx.array) -> mx.array:
+        """The block's result for x [..., K], which `experts.takes`."""
+        rows = x.size // x.shape[-1]
+        if self._is_whole and rows <= MOST_ROWS and all(owner.get(name) is part for owner, name, part in self.watched):
+            shape = (rows, x.shape[-1])
+            if shape not in self._shapes:
+                if len(self._shapes) == MOST_GRAPHS:
+                    self._shapes.clear()
+                    self._compiled = mx.compile(self._run)
+                self._shapes.add(shape)
+            return self._compiled(x.reshape(shape)).reshape(x.shape)
+        y = self.experts.mixed(x, block.gate(x), self.top, self.among_chosen)
+        if "shared_expert" not in block:
+            return y
+        return y + mx.sigmoid(block.shared_expert_gate(x)) * block.shared_expert(x)
+
+
 def _switch_forward(own: Callable[..., mx.array]) -> Callable[..., mx.array]:
     def __call__(self: Any, x: mx.array, indices: mx.array) -> mx.array:
         experts: Mixture = self.experts
@@ -377,16 +460,10 @@ def _switch_forward(own: Callable[..., mx.array]) -> Callable[..., mx.array]:
 
 def _block_forward(own: Callable[..., mx.array]) -> Callable[..., mx.array]:
     def __call__(self: Any, x: mx.array) -> mx.array:
-        experts: Mixture = self.experts
-        if (
-            thread.active
-            and self.sharding_group is None
-            and experts.takes(self.switch_mlp, x, x.size // x.shape[-1] * self.top_k)
-        ):
-            y = experts.mixed(x, self.gate(x), self.top_k, self.norm_topk_prob)
-            if "shared_expert" not in self:
-                return y
-            return y + mx.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
+        routed: Routed = self.routed
+        pairs = x.size // x.shape[-1] * routed.top
+        if thread.active and self.sharding_group is None and routed.experts.takes(self.switch_mlp, x, pairs):
+            return routed.run(self, x)
         return own(self, x)
 
     return __call__
@@ -439,5 +516,5 @@ def swap(model: nn.Module) -> dict[str, int]:
                 and inner.num_experts <= MOST_EXPERTS
                 and logits.dtype == experts.gate.dtype
             ):
-                count(become(layer, _block_forward, experts=experts))
+                count(become(layer, _block_forward, routed=Routed(layer, experts)))
     return found

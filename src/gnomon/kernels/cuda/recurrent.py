@@ -26,7 +26,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import qwen3_5, qwen3_next
 
-from gnomon.kernels.cuda.experts import become
+from gnomon.kernels.cuda.experts import MOST_GRAPHS, become
 from gnomon.kernels.cuda.products import MOST_ROWS, TYPES, Weights, product
 from gnomon.kernels.cuda.sources import Kernel, make
 from gnomon.kernels.dispatch import Operation, thread, uncovered
@@ -279,14 +279,24 @@ def mix(
     return out, kept, after
 
 
-@dataclass(frozen=True, slots=True)
 class Mixer:
-    """A mixer's form and parts. `joined` are its four input projections where one product can take them."""
+    """A mixer's form and parts. `joined` are its input projections where one product can take them, `out` its output projection."""
 
-    form: Form
-    parts: Parts
-    joined: tuple[Weights, ...] | None
-    owners: tuple[Any, ...]
+    def __init__(
+        self,
+        form: Form,
+        parts: Parts,
+        joined: tuple[Weights, ...] | None,
+        out: Weights | None,
+        owners: tuple[Any, ...],
+    ) -> None:
+        self.form = form
+        self.parts = parts
+        self.joined = joined
+        self.out = out
+        self.owners = owners
+        self._shapes: set[tuple[int, ...]] = set()
+        self._compiled = mx.compile(self._step)
 
     @staticmethod
     def of(layer: Any) -> Mixer | str:
@@ -305,17 +315,29 @@ class Mixer:
         if parts.norm.dtype != form.dtype or not {parts.log.dtype, parts.bias.dtype} <= FLOATS:
             return f"a mixer's norm of {parts.norm.dtype}"
         if type(layer) is not qwen3_5.GatedDeltaNet:
-            return form.why_not() or Mixer(form, parts, None, ())
+            return form.why_not() or Mixer(form, parts, None, None, ())
         owners = layer.in_proj_qkv, layer.in_proj_z, layer.in_proj_b, layer.in_proj_a
         weights = [Weights.of(owner) for owner in owners]
         found = tuple(w for w in weights if w is not None)
         alike = len(found) == len(owners) and len({(w.bits, w.group, w.dtype, w.bias is None) for w in found}) == 1
-        return form.why_not() or Mixer(form, parts, found if alike and found[0].dtype == form.dtype else None, owners)
+        joined = found if alike and found[0].dtype == form.dtype else None
+        out = Weights.of(layer.out_proj)
+        return form.why_not() or Mixer(
+            form, parts, joined, out if out is not None and out.dtype == form.dtype else None, (*owners, layer.out_proj)
+        )
 
     def is_current(self, layer: Any) -> bool:
         """Whether `layer` still has the parts this was made from."""
         parts, now = self.parts, (layer.conv1d["weight"], layer["A_log"], layer["dt_bias"], layer.norm["weight"])
         return all(map(is_, now, (parts.weight, parts.log, parts.bias, parts.norm)))
+
+    def _joined_is_current(self, layer: Any) -> bool:
+        owners = layer.in_proj_qkv, layer.in_proj_z, layer.in_proj_b, layer.in_proj_a
+        return (
+            self.joined is not None
+            and all(map(is_, owners, self.owners))
+            and all(owner["weight"] is w.weight for owner, w in zip(owners, self.joined, strict=True))
+        )
 
     def project(self, layer: Any, x: mx.array) -> Projected:
         """The input projections of x [B, T, K]."""
@@ -324,16 +346,32 @@ class Mixer:
             q, k, v, z, b, a = layer.fix_query_key_value_ordering(layer.in_proj_qkvz(x), layer.in_proj_ba(x))
             mixed = mx.concatenate([part.reshape(batch, tokens, -1) for part in (q, k, v)], axis=-1)
             return Projected(mixed, (z.reshape(batch, tokens, -1), a, b))
-        owners = layer.in_proj_qkv, layer.in_proj_z, layer.in_proj_b, layer.in_proj_a
-        if (
-            self.joined is not None
-            and batch * tokens <= MOST_ROWS
-            and all(map(is_, owners, self.owners))
-            and all(owner["weight"] is w.weight for owner, w in zip(owners, self.joined, strict=True))
-        ):
-            return Projected(product(x.reshape(batch * tokens, -1), *self.joined).reshape(batch, tokens, -1))
-        mixed, z, b, a = (owner(x) for owner in owners)
+        if batch * tokens <= MOST_ROWS and self._joined_is_current(layer):
+            return self._joined_product(x)
+        mixed, z, b, a = layer.in_proj_qkv(x), layer.in_proj_z(x), layer.in_proj_b(x), layer.in_proj_a(x)
         return Projected(mixed, (z, a, b))
+
+    def _joined_product(self, x: mx.array) -> Projected:
+        batch, tokens, _ = x.shape
+        return Projected(product(x.reshape(batch * tokens, -1), *(self.joined or ())).reshape(batch, tokens, -1))
+
+    def _step(self, x: mx.array, before: mx.array, state: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+        if self.out is None:
+            raise ValueError("an output projection that is no product of the kernels")
+        y, kept, after = mix(self.form, self._joined_product(x), self.parts, before, state)
+        return product(y.reshape(-1, y.shape[-1]), self.out).reshape(x.shape), kept, after
+
+    def _is_one(self, layer: Any, x: mx.array) -> bool:
+        """Whether a window without padding is one compiled function."""
+        out = layer.out_proj
+        return (
+            self.out is not None
+            and x.shape[0] * x.shape[1] <= MOST_ROWS
+            and self.form.in_one(x.shape[1])
+            and self._joined_is_current(layer)
+            and out is self.owners[-1]
+            and out["weight"] is self.out.weight
+        )
 
     def run(self, layer: Any, x: mx.array, mask: mx.array | None, cache: Any) -> mx.array:
         """The mixer's result [B, T, K]; `cache` gets the inputs to keep and the state, and is advanced."""
@@ -345,12 +383,21 @@ class Mixer:
         if state is None:
             state = mx.zeros((batch, form.v_heads, form.v_size, form.k_size), dtype=mx.float32)
         lengths = cache.lengths if cache is not None else None
-        lengths = None if lengths is None else lengths.astype(mx.int32)
-        out, kept, after = mix(form, self.project(layer, x), self.parts, before, state, mask, lengths)
+        if mask is None and lengths is None and self._is_one(layer, x):
+            if x.shape not in self._shapes:
+                if len(self._shapes) == MOST_GRAPHS:
+                    self._shapes.clear()
+                    self._compiled = mx.compile(self._step)
+                self._shapes.add(x.shape)
+            y, kept, after = self._compiled(x, before, state)
+        else:
+            lengths = None if lengths is None else lengths.astype(mx.int32)
+            out, kept, after = mix(form, self.project(layer, x), self.parts, before, state, mask, lengths)
+            y = layer.out_proj(out)
         if cache is not None:
             cache[0], cache[1] = kept, after
             cache.advance(tokens)
-        return layer.out_proj(out)
+        return y
 
     def why_not(self, layer: Any, x: mx.array, mask: mx.array | None, cache: Any) -> str | None:
         """What keeps a call from the kernels, or None."""
