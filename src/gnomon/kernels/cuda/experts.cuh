@@ -44,16 +44,19 @@ __device__ __forceinline__ Lines<T> lines_of(const Experts<T>& experts, size_t e
 }
 
 // acc[tile] += the tile's 16 rows of weights times up to 8 rows of x, over chunks [begin, end) of K. `x` is the row of this lane's column
-// (lane / 4), or null.
+// (lane / 4), or null. `fours`: a row's scales may be read four at once.
 template <typename T, int BITS, int GROUP, int TILES, int U>
-__device__ __forceinline__ void accumulate(const Lines<T> (&lines)[TILES], const T* x, int begin, int end, float (&acc)[TILES][4]) {
+__device__ __forceinline__ void accumulate(const Lines<T> (&lines)[TILES], const T* x, int begin, int end, bool fours,
+                                           float (&acc)[TILES][4]) {
   using L = Layout<BITS, GROUP>;
   constexpr int BYTES = L::SUB * BITS / 8;
   const int t = threadIdx.x & 3;
   const float ZERO = BITS == 8 ? 128.0f : -Type<T>::NIBBLE_ZERO;
+  const bool by_four = BITS != 16 && GROUP == 64 && U == 4 && fours && begin % 4 == 0;
   for (int c0 = begin; c0 < end; c0 += U) {
     unsigned q[U][TILES][2][L::WORDS];
     T sc[U][TILES][2], bi[U][TILES][2];
+    const bool at_once = by_four && c0 + U <= end;
 #pragma unroll
     for (int u = 0; u < U; ++u) {
       const int c = min(c0 + u, end - 1);
@@ -67,10 +70,29 @@ __device__ __forceinline__ void accumulate(const Lines<T> (&lines)[TILES], const
             load_weights<4>(p + 64, &q[u][i][h][4]);
           } else {
             load_weights<L::WORDS>(p, &q[u][i][h][0]);
-            sc[u][i][h] = __ldg(lines[i].s[h] + c * L::SUB / GROUP);
-            bi[u][i][h] = __ldg(lines[i].b[h] + c * L::SUB / GROUP);
+            if (!at_once) {
+              sc[u][i][h] = __ldg(lines[i].s[h] + c * L::SUB / GROUP);
+              bi[u][i][h] = __ldg(lines[i].b[h] + c * L::SUB / GROUP);
+            }
           }
         }
+    }
+    if constexpr (BITS != 16 && GROUP == 64 && U == 4) {
+      if (at_once) {
+#pragma unroll
+        for (int i = 0; i < TILES; ++i)
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const uint2 s = __ldg(reinterpret_cast<const uint2*>(lines[i].s[h] + c0));
+            const uint2 b = __ldg(reinterpret_cast<const uint2*>(lines[i].b[h] + c0));
+#pragma unroll
+            for (int u = 0; u < 4; ++u) {
+              Pair<T> two;
+              two.word = u < 2 ? s.x : s.y, sc[u][i][h] = two.part[u & 1];
+              two.word = u < 2 ? b.x : b.y, bi[u][i][h] = two.part[u & 1];
+            }
+          }
+      }
     }
 #pragma unroll
     for (int u = 0; u < U; ++u) {
@@ -176,7 +198,7 @@ __device__ __forceinline__ void choose(const Experts<T> (&experts)[TILES], const
     const int column = c0 + (lane >> 2);
     const T* row = column < count ? x + (size_t)(columns.pair[column] / per_row) * K : nullptr;
     float acc[TILES][4] = {};
-    accumulate<T, BITS, GROUP, TILES, U>(lines, row, begin, end, acc);
+    accumulate<T, BITS, GROUP, TILES, U>(lines, row, begin, end, K / GROUP % 4 == 0, acc);
 #pragma unroll
     for (int i = 0; i < TILES; ++i)
       *reinterpret_cast<float4*>(&share[warp][i * 128 + lane * 4]) = make_float4(acc[i][0], acc[i][1], acc[i][2], acc[i][3]);
@@ -225,7 +247,7 @@ __device__ __forceinline__ float blended(const Experts<T>& experts, const T* x, 
     const int pair = token * top + slot;
     const Lines<T> lines[1] = {lines_of<T, BITS, GROUP>(experts, indices[pair], first, K)};
     float acc[1][4] = {};
-    accumulate<T, BITS, GROUP, 1, U>(lines, lane < 4 ? x + (size_t)pair * K : nullptr, begin, end, acc);
+    accumulate<T, BITS, GROUP, 1, U>(lines, lane < 4 ? x + (size_t)pair * K : nullptr, begin, end, K / GROUP % 4 == 0, acc);
     low = fmaf(shares[pair], acc[0][0], low), high = fmaf(shares[pair], acc[0][2], high);
   }
   if ((lane & 3) == 0) part[warp][lane >> 2] = low, part[warp][8 + (lane >> 2)] = high;

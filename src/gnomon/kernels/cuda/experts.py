@@ -51,7 +51,7 @@ MOST_GRAPHS = 16
 """Shapes of which a compiled function keeps graphs."""
 INDICES = {mx.int32: "int", mx.uint32: "uint32_t"}
 DOWN_BLOCK = 512
-AHEAD = 2
+AHEAD = 4
 """Chunks of weights to load at once."""
 
 

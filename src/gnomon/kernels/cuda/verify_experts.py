@@ -25,7 +25,7 @@ def poison() -> None:
         del full
 
 
-def _equal(a: mx.array, b: mx.array) -> bool:
+def equal(a: mx.array, b: mx.array) -> bool:
     return bool(mx.array_equal(mx.contiguous(a).view(mx.uint8), mx.contiguous(b).view(mx.uint8)).item())
 
 
@@ -91,11 +91,11 @@ def _mixture(bits: int, group: int, n: int, k: int, top: int, dtype: mx.Dtype) -
         a_size = np.einsum("tok,tonk->ton", np.abs(wide).repeat(top, 1), np.abs(dense_gate[at]))
         case = f"{tokens} tokens, {top} experts, {kind}"
         error = _share(y, a.reshape(-1, n), a_size.reshape(-1, n), k)
-        yield Check("gather", case, ISA, error, _equal(y, mx.concatenate(single[:tokens])))
+        yield Check("gather", case, ISA, error, equal(y, mx.concatenate(single[:tokens])))
         order = mx.argsort(flat)
         rows = x[order // top]
         y = experts.gather(rows, flat[order], gate)
-        same = _equal(y, experts.gather(x, flat, gate)[order])
+        same = equal(y, experts.gather(x, flat, gate)[order])
         yield Check(
             "gather, sorted",
             case,
@@ -111,7 +111,7 @@ def _mixture(bits: int, group: int, n: int, k: int, top: int, dtype: mx.Dtype) -
         # A silu's slope is below 1.1, and the products' errors come together.
         size = 1.1 * a_size * np.abs(b) + np.abs(a) * b_size + 4 * np.abs(expected)
         error = _share(y, expected.reshape(-1, n), size.reshape(-1, n), k)
-        yield Check("gated experts", case, ISA, error, _equal(y, mx.concatenate(alone[:tokens])))
+        yield Check("gated experts", case, ISA, error, equal(y, mx.concatenate(alone[:tokens])))
         h = _random(tokens * top, k, seed=tokens, dtype=dtype)
         shares = mx.softmax(_random(tokens, top, seed=tokens + 1, dtype=mx.float32), axis=-1)
         poison()
@@ -123,7 +123,7 @@ def _mixture(bits: int, group: int, n: int, k: int, top: int, dtype: mx.Dtype) -
         by_token = [
             experts.blend(h[i * top : (i + 1) * top], chosen[i : i + 1], shares[i : i + 1], gate) for i in range(tokens)
         ]
-        yield Check("blended experts", case, ISA, _share(y, expected, size, k), _equal(y, mx.concatenate(by_token)))
+        yield Check("blended experts", case, ISA, _share(y, expected, size, k), equal(y, mx.concatenate(by_token)))
         residual, norm = _random(tokens, n, seed=9, dtype=dtype), 1 + 0.1 * _random(n, seed=10, dtype=dtype)
         poison()
         sums, after = experts.blend_and_add(h, chosen, shares, gate, residual, norm, 1e-6)
@@ -136,8 +136,8 @@ def _mixture(bits: int, group: int, n: int, k: int, top: int, dtype: mx.Dtype) -
             error, float(np.abs(_wide(after.squares) / squares.reshape(tokens, -1, 16).sum(-1) - 1).max() / 1e-5)
         )
         one = experts.blend_and_add(h[:top], chosen[:1], shares[:1], gate, residual[:1], norm, 1e-6)
-        same = _equal(one[0], sums[:1]) and _equal(one[1].rows, after.rows[:1])
-        yield Check("blended experts, added", case, ISA, error, same and _equal(one[1].squares, after.squares[:1]))
+        same = equal(one[0], sums[:1]) and equal(one[1].rows, after.rows[:1])
+        yield Check("blended experts, added", case, ISA, error, same and equal(one[1].squares, after.squares[:1]))
         scaled = Normed(x, (_random(tokens, k // 16, seed=8, dtype=mx.float32) ** 2) * 16, 1e-5)
         factor = 1 / np.sqrt(_wide(scaled.squares).sum(-1) / k + 1e-5)
         factor = factor[:, None, None]
@@ -148,7 +148,7 @@ def _mixture(bits: int, group: int, n: int, k: int, top: int, dtype: mx.Dtype) -
         y = experts.gated(scaled, chosen, gate, up)
         first = experts.gated(Normed(x[:1], scaled.squares[:1], 1e-5), chosen[:1], gate, up)
         error = _share(y, expected.reshape(-1, n), size.reshape(-1, n), k)
-        yield Check("norm and gated experts", case, ISA, error, _equal(first, y[:top]))
+        yield Check("norm and gated experts", case, ISA, error, equal(first, y[:top]))
 
 
 def _rule(
@@ -201,7 +201,7 @@ def verify_recurrent() -> Iterator[Check]:
         y = recurrent.short_convolution(x, w)
         parts = [_wide(x)[:, j : j + 8] * _wide(w)[:, j, 0] for j in range(4)]
         error = _share(y, sum(parts[1:], parts[0]), sum((np.abs(p) for p in parts[1:]), np.abs(parts[0])), 4)
-        same = _equal(y[1:2], recurrent.short_convolution(x[1:2], w))
+        same = equal(y[1:2], recurrent.short_convolution(x[1:2], w))
         yield Check("short_convolution", f"{_name(x_type)} by {_name(w_type)}", ISA, error, same)
 
 
@@ -228,12 +228,12 @@ def _delta(
             one = recurrent.gated_delta(
                 q[only], k[only], v[only], g[only], beta[only], state[only], None if mask is None else mask[only]
             )
-            same = same and _equal(one[0], y[i : i + 1]) and _equal(one[1], after[i : i + 1])
+            same = same and equal(one[0], y[i : i + 1]) and equal(one[1], after[i : i + 1])
         if tokens > 1 and mask is None and state_type == mx.float32:
             cut = tokens // 3 + 1
             head = recurrent.gated_delta(q[:, :cut], k[:, :cut], v[:, :cut], g[:, :cut], beta[:, :cut], state)
             tail = recurrent.gated_delta(q[:, cut:], k[:, cut:], v[:, cut:], g[:, cut:], beta[:, cut:], head[1])
-            same = same and _equal(mx.concatenate([head[0], tail[0]], 1), y) and _equal(tail[1], after)
+            same = same and equal(mx.concatenate([head[0], tail[0]], 1), y) and equal(tail[1], after)
         kind = f"{', per column' if each else ''}{'' if mask is None else ', masked'}, {_name(dtype)}"
         case = f"{tokens} tokens, {v_heads} heads of {size} by {rows}{kind}"
         yield Check("gated_delta", case, ISA, error, same)
@@ -279,7 +279,7 @@ def _mixer(form: recurrent.Form, joined: bool) -> Iterator[Check]:
             made, now, held = recurrent.mix(form, projected(every[:, start : start + step]), parts, now, held)
             pieces.append(made)
             start += step
-        same = _equal(mx.concatenate(pieces, 1), out) and _equal(now, kept) and _equal(held, after)
+        same = equal(mx.concatenate(pieces, 1), out) and equal(now, kept) and equal(held, after)
         case = f"windows of {', '.join(map(str, steps))}" if len(steps) < 9 else "one by one"
         yield Check("mixer, prefixes", f"{case}, {name}", ISA, 0.0, same)
     for window in (9, tokens):
@@ -292,7 +292,7 @@ def _mixer(form: recurrent.Form, joined: bool) -> Iterator[Check]:
         for i, n in enumerate(counts):
             one = recurrent.mix(form, projected(every[i : i + 1, :n]), parts, before[i : i + 1], state[i : i + 1])
             same = same and all(
-                _equal(a, b)
+                equal(a, b)
                 for a, b in zip(one, (made[0][i : i + 1, :n], made[1][i : i + 1], made[2][i : i + 1]), strict=True)
             )
         finite = bool(mx.isfinite(made[0]).all().item())
