@@ -9,7 +9,7 @@ on this machine for all that its processor has.
 
 `cells` prints one JSON object with every sample. `worker` answers the orders of `gnomon.bench.contenders.WorkerContender` on the same
 frozen token ids as the other sides: llama.cpp as an arm of a paired run. Prefill and decode times are llama.cpp's own, without HTTP; decode
-rates count the tokens after the first, and a depth is really prefilled.
+rates count the tokens after the first. A depth is really prefilled; a worker's stays the same, so the server does it once.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ def worker(a: argparse.Namespace) -> int:
             if cell.task not in ("prompt", "decode", "batch"):
                 raise Unsupported(f"{cell} goes through a server, not through a worker")
             prompts = [workload.ids(settings["vocabulary"], row, settings.get("eos", ())) for row in range(cell.rows)]
-            depths = random.Random(workload.seed)
+            depths = random.Random(cell.depth)
 
             def ids(count: int, row: int) -> Sequence[int]:
                 if cell.depth and row == 1:

@@ -2,15 +2,19 @@
 
 The starter (or any MODEL) and a random model of a 1B shape, each side in a process of its own that is kept to as many cores as it has
 threads, in alternating blocks. Every model, number of threads and list of cells is a run of its own in --out: one that is complete there is
-not repeated, so an interrupted table goes on where it stood, and parts of it can run beside each other on cores of their own:
+not repeated, so an interrupted table goes on where it stood, and it can be measured in parts of a few minutes:
 
     uv run python benchmarks/native_kernels.py MODEL [--blocks 5] [--threads 1 2] [--out DIR] [--quick] [--only starter|1b]
-    taskset -c 4,5 uv run python benchmarks/native_kernels.py MODEL --only starter --threads 2 --cells decode:32@0 --out DIR
+    uv run python benchmarks/native_kernels.py MODEL --only starter --threads 2 --cells decode:32@0 --out DIR \
+        --sides native llama.cpp --gguf FILE --llama PATH
+    uv run python benchmarks/native_kernels.py MODEL --bandwidth --out DIR
     uv run python benchmarks/native_kernels.py MODEL --table --out DIR
 
-Every side of --sides is compared with the first one. Cells that take mlx-lm more than about a minute are measured without it. llama.cpp
-(--gguf, the starter alone) runs from the wheel of `xllamacpp` (--xllamacpp, or installed), which is built for AVX2; with --gguf-q4-0 a
-second one reads the weights requantised to Q4_0, for which llama.cpp has its fastest kernels (see requantise_gguf.py).
+Cells that take mlx-lm more than about a minute are measured without it. llama.cpp reads --gguf, and for the random model a file of the
+same weights that is made from --gguf's vocabulary; --llama is its `llama-server`, else the wheel of `xllamacpp` runs (--xllamacpp, or
+installed), which is built for AVX2. With --gguf-q4-0 a second one reads the starter requantised to Q4_0, for which llama.cpp has its
+fastest kernels (see requantise_gguf.py). The table says what share of the memory's bandwidth (--bandwidth measures it) the least bytes of a
+cell come to.
 """
 
 from __future__ import annotations
@@ -20,30 +24,37 @@ import json
 import logging
 import os
 import shutil
+import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 
+from gnomon.bench.compare import compare
 from gnomon.bench.contenders import WorkerContender, worker_command
-from gnomon.bench.provenance import model_content
-from gnomon.bench.report import comparison_row, number, table
+from gnomon.bench.cost import CostModel
+from gnomon.bench.inventory import inventory
+from gnomon.bench.provenance import machine, model_content
+from gnomon.bench.report import ratio, table
 from gnomon.bench.runner import Plan
-from gnomon.bench.schema import METRICS, Arm, Run
+from gnomon.bench.schema import Arm, Run
 from gnomon.bench.session import paired_run
 from gnomon.bench.store import Store
 from gnomon.bench.workload import Cell, Contender
+from mlx_to_gguf import convert
 
 STOCK, NATIVE, INT8, LLAMA, LLAMA_Q4_0 = "mlx-lm", "native", "int8", "llama.cpp", "llama.cpp Q4_0"
 SIDES = (STOCK, NATIVE, INT8, LLAMA, LLAMA_Q4_0)
 LLAMA_CONTEXT = 4352
 """Tokens of each of llama.cpp's slots: the deepest cell and its output."""
+BANDWIDTH = "bandwidth"
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 
@@ -70,8 +81,8 @@ class Part:
 
 
 PARTS = (
-    Part("starter", "prompt:32,prompt:256,decode:32@0,decode:32@1024,decode:16@4096,batch:4x16,batch:8x16", "prompt:2048"),
-    Part("1b", "prompt:32,decode:8@0,decode:8@1024", "prompt:256,decode:16@4096,batch:4x16,batch:8x16"),
+    Part("starter", "prompt:32,prompt:256,decode:32@0,decode:16@1024,decode:8@4096,batch:1x16,batch:4x16,batch:8x16", "prompt:2048"),
+    Part("1b", "decode:2@0", "prompt:32,decode:16@0,decode:16@1024,decode:16@4096,batch:1x16,batch:4x16,batch:8x16"),
 )  # fmt: skip
 QUICK = Part("starter", "prompt:32,decode:6@0,batch:4x6", "prompt:64")
 
@@ -126,12 +137,18 @@ def llama_path(a: argparse.Namespace) -> dict[str, str]:
     return {"PYTHONPATH": str(place.resolve())}
 
 
-def contender(name: str, model: Path, sha: str, threads: int, a: argparse.Namespace) -> WorkerContender:
+def cores_of(threads: int) -> str:
+    """The first `threads` cores that this process may run on, as taskset names them."""
+    return ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads]))
+
+
+def contender(
+    name: str, model: Path, sha: str, threads: int, gguf: Path | None, a: argparse.Namespace
+) -> WorkerContender:
     """One side, kept to the first `threads` cores that this process may run on."""
-    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads]))
+    cores = cores_of(threads)
     pinned = ("taskset", "-c", cores)
-    if name in (LLAMA, LLAMA_Q4_0):
-        gguf = a.gguf if name == LLAMA else a.gguf_q4_0
+    if gguf is not None:
         config = json.loads((model / "config.json").read_text())
         eos = config.get("eos_token_id")
         order = {
@@ -143,6 +160,8 @@ def contender(name: str, model: Path, sha: str, threads: int, a: argparse.Namesp
         script = Path(__file__).with_name("llama_cpp_server.py")
         command = (sys.executable, str(script), "worker", str(gguf), json.dumps(order))
         command = (*command, "--threads", str(threads), "--context", str(LLAMA_CONTEXT))
+        if a.llama is not None:
+            command = (*command, "--binary", str(a.llama))
         arm = Arm(
             name=name,
             kind="reference",
@@ -167,13 +186,16 @@ def measure(model: Path, part: Part, threads: int, a: argparse.Namespace) -> Ite
     """The runs of a model on a number of threads; those that are complete in the store are taken from there."""
     store, sha = Store(a.out), model_content(model)[0]
     done = {run.name: run for _, run in store.runs()[0] if run.complete}
-    sides = [side for side in a.sides if part.model != "1b" or side not in (LLAMA, LLAMA_Q4_0)]
+    files = {LLAMA: a.gguf, LLAMA_Q4_0: a.gguf_q4_0}
+    if part.model == "1b":
+        files = {LLAMA: random_gguf(model, a.gguf)} if LLAMA in a.sides else {}
+    sides = [side for side in a.sides if side in files or side not in (LLAMA, LLAMA_Q4_0)]
     for cells, names in part.groups(sides, a.cells):
         title = title_of(part, threads, cells, names, a.blocks)
         if title in done:
             yield done[title]
             continue
-        contenders: list[Contender] = [contender(name, model, sha, threads, a) for name in names]
+        contenders: list[Contender] = [contender(name, model, sha, threads, files.get(name), a) for name in names]
         parsed = [Cell.parse(cell) for cell in cells.split(",")]
         run, _ = paired_run(
             store, "native", title, contenders, parsed, Plan(a.blocks, a.seed), model=model, argv=sys.argv, diagnostic=a.quick
@@ -181,21 +203,88 @@ def measure(model: Path, part: Part, threads: int, a: argparse.Namespace) -> Ite
         yield run
 
 
-def lines(run: Run) -> Iterator[list[str]]:
-    """Rows of the table: primary comparisons, or medians where there was one side."""
+def random_gguf(model: Path, like: Path) -> Path:
+    """The random model for llama.cpp, made once beside its directory."""
+    out = model.with_name(f"{model.name}.Q4_1.gguf")
+    if not out.is_file():
+        partial = out.with_suffix(f".partial-{os.getpid()}")
+        convert(model, like, partial)
+        partial.rename(out)
+    return out
+
+
+READ = """
+import sys, time
+from concurrent.futures import ThreadPoolExecutor
+import numpy as np
+parts = np.ones((int(sys.argv[1]), (256 << 20) // 8 // int(sys.argv[1])))
+with ThreadPoolExecutor(len(parts)) as pool:
+    def once():
+        begun = time.perf_counter()
+        list(pool.map(np.max, parts))
+        return time.perf_counter() - begun
+    print(parts.nbytes / min(once() for _ in range(12)))
+"""
+
+
+def measure_bandwidth(out: Path, threads: Sequence[int]) -> None:
+    """Write the bytes per second that so many cores read from memory to `out`, by number of cores."""
+    found: dict[str, float] = {}
+    for n in threads:
+        command = ["taskset", "-c", cores_of(n), sys.executable, "-c", READ, str(n)]
+        found[str(n)] = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        print(f"{n} threads read {found[str(n)] / 1e9:.1f} GB/s")
+    out.mkdir(parents=True, exist_ok=True)
+    (out / BANDWIDTH).write_text(json.dumps({"machine": machine(), "bytes_per_second": found}))
+
+
+def bandwidth_of(out: Path) -> dict[str, float]:
+    """What `measure_bandwidth` found on this machine, or nothing."""
+    try:
+        stored = json.loads((out / BANDWIDTH).read_text())
+    except FileNotFoundError:
+        return {}
+    return stored["bytes_per_second"] if stored["machine"] == machine() else {}
+
+
+def least_bytes(costs: CostModel, cell: Cell) -> float:
+    """Bytes of weights and state that must be read for a token of the cell's rate."""
+    if cell.task == "batch":
+        cost = costs.decode(cell.prompt_tokens + cell.output_tokens // 2, cell.rows)
+    elif cell.task == "prompt":
+        cost = costs.prefill(cell.prompt_tokens)
+    else:
+        cost = costs.decode(cell.depth + cell.output_tokens // 2)
+    return cost.bytes / cost.tokens
+
+
+def lines(run: Run, costs: CostModel, bandwidth: Mapping[str, float]) -> Iterator[list[str]]:
+    """A row of the table for every cell and side: median, number of samples, share of the bandwidth, and ratios with their intervals."""
     _, model, threads, *_ = run.name.split(", ")
-    for comparison in run.comparisons:
-        if comparison.primary:
-            cell, names, _, ours, theirs, ratio, outcome, _ = comparison_row(run, comparison)
-            yield [model, threads.split()[0], cell, names, ours, theirs, ratio, outcome]
-    if len(run.arms) == 1:
-        for text in dict.fromkeys(sample.cell for sample in run.samples):
-            metric = Cell.parse(text).primary
-            values = sorted(
-                s.metrics[metric] for s in run.samples if s.cell == text and s.status == "ok" and s.block >= 0
-            )
-            shown = number(values[len(values) // 2], METRICS[metric].unit) if values else "failed"
-            yield [model, threads.split()[0], text, run.arms[0].name, shown, "—", "—", f"{len(values)} samples"]
+    threads = threads.split()[0]
+    for text in dict.fromkeys(sample.cell for sample in run.samples):
+        cell = Cell.parse(text)
+        for arm in run.arms:
+            values = [
+                s.metrics[cell.primary]
+                for s in run.samples
+                if s.cell == text and s.arm == arm.name and s.status == "ok" and s.block >= 0
+            ]
+            if not values:
+                yield [model, threads, text, arm.name, "failed", "0", "", "", ""]
+                continue
+            rate = median(values)
+            share = f"{rate * least_bytes(costs, cell) / bandwidth[threads]:.0%}" if threads in bandwidth else ""
+            ratios = [
+                ratio(compare(run.samples, text, other, arm.name, cell.primary))
+                if other != arm.name and any(other == a.name for a in run.arms)
+                else ""
+                for other in (LLAMA, STOCK)
+            ]
+            yield [model, threads, text, arm.name, f"{rate:,.1f}", str(len(values)), share, *ratios]
+
+
+HEAD = ("model", "threads", "cell", "side", "token/s", "samples", "bandwidth", "to llama.cpp", "to mlx-lm")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -208,11 +297,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cells", nargs="+", default=[], help="of the table's cells these alone")
     parser.add_argument("--gguf", type=Path, help="llama.cpp's file of the same weights")
     parser.add_argument("--gguf-q4-0", type=Path, help="the same as Q4_0")
+    parser.add_argument("--llama", type=Path, help="llama.cpp's llama-server, built on this machine")
     parser.add_argument("--xllamacpp", type=Path, help="its wheel, where the package isn't installed")
     parser.add_argument("--kernel-cache", type=Path, help="builds of the kernels, carried here for instance")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", choices=[part.model for part in PARTS], help="this model alone")
     parser.add_argument("--quick", action="store_true", help="one block of a few short cells; diagnostic")
+    parser.add_argument("--bandwidth", action="store_true", help="measure the memory's bandwidth alone, for the table")
     parser.add_argument("--table", action="store_true", help="measure nothing, print what --out holds")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="directory of the results")
     a = parser.parse_args(argv)
@@ -220,20 +311,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         if side in a.sides and (path is None or not path.is_file()):
             parser.error(f"{side} needs {flag} FILE, got {path}")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    if a.bandwidth:
+        measure_bandwidth(a.out, a.threads)
+        return 0
     if a.quick:
         a.blocks = 1
-    found: list[Run] = []
-    if a.table:
-        found = [run for _, run in Store(a.out).runs()[0] if run.complete and run.name.startswith("kernels, ")]
-    for part in () if a.table else (QUICK,) if a.quick else PARTS:
+    bandwidth = bandwidth_of(a.out)
+    rows: list[list[str]] = []
+    for part in (QUICK,) if a.quick else PARTS:
         if a.only not in (None, part.model):
             continue
         model = a.model if part.model == "starter" else random_1b(a.out / "random-1b", a.model)
-        for threads in a.threads:
-            found += measure(model, part, threads, a)
-    rows = sorted(row for run in found for row in lines(run))
-    print(table(("model", "threads", "cell", "sides", "first", "second", "ratio", "outcome"), rows))
-    return int(any(c.primary and c.ratio is None for run in found for c in run.comparisons))
+        costs = CostModel(inventory(model))
+        if a.table:
+            start = f"kernels, {part.model}, "
+            runs = [run for _, run in Store(a.out).runs()[0] if run.complete and run.name.startswith(start)]
+        else:
+            runs = [run for threads in a.threads for run in measure(model, part, threads, a)]
+        rows += sorted(row for run in runs for row in lines(run, costs, bandwidth))
+    print(table(HEAD, rows))
+    return int(any("failed" in row for row in rows))
 
 
 if __name__ == "__main__":

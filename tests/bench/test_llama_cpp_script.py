@@ -13,7 +13,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import mlx.core as mx
+import numpy as np
 import pytest
+from gguf import GGMLQuantizationType, quants
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -114,3 +117,19 @@ def test_the_report_runs_the_binary_that_is_given(tmp_path: Path) -> None:
     assert words[-2:] == ["--port", "{port}"]
     assert words[words.index("-c") + 1] == "32768"
     assert words[words.index("-np") + 1] == "8"
+
+
+@pytest.mark.parametrize("group", [32, 64])
+def test_a_gguf_file_of_mlx_weights_holds_their_numbers(group: int) -> None:
+    script = module("mlx_to_gguf")
+    packed = mx.quantize(mx.random.normal((6, 128), key=mx.random.key(group)), group, 4)
+    scales, biases = (part.astype(mx.float16).astype(mx.float32) for part in packed[1:])
+    rows = script.q4_1(*packed)
+    found = quants.dequantize(rows, GGMLQuantizationType.Q4_1)
+    assert np.allclose(found, np.array(mx.dequantize(packed[0], scales, biases, group, 4)), rtol=0, atol=1e-7)
+
+
+def test_rows_of_a_head_are_put_in_the_order_of_rotated_pairs() -> None:
+    # Two heads of six rows: row 0 turns with row 3, 1 with 4, 2 with 5; llama.cpp keeps those side by side.
+    rows = np.arange(12, dtype=np.uint8)[:, None]
+    assert module("mlx_to_gguf").turned(rows, 2)[:, 0].tolist() == [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]

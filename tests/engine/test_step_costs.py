@@ -83,7 +83,7 @@ def test_a_measurement_leaves_no_gap(monkeypatch: pytest.MonkeyPatch, model_type
 def test_costs_that_are_assumed_let_a_batch_wait_for_none() -> None:
     sure = Chance(1.0, 1.0, 16)
     none = Chance(0.0, 0.0, 0)
-    curve = costs.assumed_curve(8, name="native avx2 x2")
+    curve = costs.assumed_curve(8, name="stock")
     # Alone: (1 + d) tokens for 3 + 1 + d positions, against 1 for 4.
     assert best_depth([sure], curve) == 16
     assert best_depth([Chance(1.0, 1.0, 1)], curve) == 1
@@ -93,6 +93,13 @@ def test_costs_that_are_assumed_let_a_batch_wait_for_none() -> None:
     # Without padding one of eight makes 8 + d for 3 + 8 + d positions. At 0.7 it is 8.7 for 12, less than 8 for 11.
     assert best_depths([sure, *[none] * 7], curve) == [16, *[0] * 7]
     assert best_depths([Chance(0.7, 0.9, 16), *[none] * 7], curve) == [0] * 8
+    # Native CPU kernels take eight positions at once: alone 9 tokens for 9 / 8 of 12.5 against 1 for 5.5, and no more in proportion for
+    # more. Eight rows are a whole step, and every further position costs what a row does: nothing is won even by guesses that are sure.
+    cpu = costs.assumed_curve(8, name="native avx2 x2")
+    assert (cpu.step(1), cpu.step(8), cpu.window(1, 9), cpu.window(8, 2)) == (5.5, 12.5, 14.0625, 25.0)
+    assert best_depth([sure], cpu) == 8
+    assert best_depth([sure, *[none] * 3], cpu) == 0
+    assert best_depths([sure] * 8, cpu) == best_depths([sure, *[none] * 7], cpu) == [0] * 8
     # Where a step costs 30 positions, 8 + d for 38 + 8 d is still less than 8 for 38 from d = 1 on for one, and more for two.
     card = costs.assumed_curve(8, name="native cuda x0")
     assert best_depth([sure, *[none] * 7], card) == 0

@@ -98,7 +98,7 @@ def test_a_failing_build_names_the_error_and_leaves_nothing(tmp_path: Path) -> N
 
 
 def test_a_library_that_does_not_work_is_not_kept(tmp_path: Path) -> None:
-    with pytest.raises(build.BuildError, match="fail their first product"):
+    with pytest.raises(build.BuildError, match="fail their first run"):
         build.ensure(tmp_path / "cache", compiler=fake_compiler(tmp_path))
     assert [p.name for p in (tmp_path / "cache").iterdir() if not p.name.endswith(".lock")] == []
 

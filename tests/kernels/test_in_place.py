@@ -10,9 +10,14 @@ import numpy as np
 import pytest
 
 from batch_walk import new_state_of
-from gnomon.kernels import blocks, dispatch, layers
+from gnomon.kernels import blocks, coded, dispatch, layers
+from gnomon.models.bindings import bind
 from gnomon.state.batch_state import BatchState
+from gnomon.state.codecs import Affine, Codec, Coding, Turbo
 from gnomon.state.full import FullLayer
+from gnomon.state.paged.arrays import Layout, PageArrays
+from gnomon.state.paged.pool import PagePool
+from gnomon.state.sliding import SlidingLayer
 from kernels.oracle import bits_of
 from tiny_models import CONFIGS, VOCAB_SIZE, make
 
@@ -23,13 +28,18 @@ TOKENS = np.random.default_rng(3).integers(0, VOCAB_SIZE, 600)
 def calls(native: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Widths of the windows that were appended in place."""
     seen: list[int] = []
-    own = FullLayer.advance_in_place
 
-    def advance_in_place(self: FullLayer) -> None:
-        seen.append(self.rows.width)
-        own(self)
+    def watch(kind: type[FullLayer | SlidingLayer]) -> None:
+        own = kind.advance_in_place
 
-    monkeypatch.setattr(FullLayer, "advance_in_place", advance_in_place)
+        def advance_in_place(self: Any) -> None:
+            seen.append(self.rows.width)
+            own(self)
+
+        monkeypatch.setattr(kind, "advance_in_place", advance_in_place)
+
+    watch(FullLayer)
+    watch(SlidingLayer)
     return seen
 
 
@@ -41,9 +51,20 @@ def forward(model: nn.Module, state: BatchState, window: list[list[int]], counts
     return logits
 
 
-def walk(model: nn.Module) -> list[np.ndarray]:
+def walk(model: nn.Module, coding: Coding | None = None, pages: PagePool | None = None) -> list[np.ndarray]:
     """Logits of a batch's life: a lone row, a snapshot that goes its own way, rows of other lengths, padded windows, tokens taken back."""
-    new, seen = new_state_of(model), list[np.ndarray]()
+    binding, seen = bind(model), list[np.ndarray]()
+
+    def new() -> BatchState:
+        return BatchState(
+            model,
+            binding.make_caches(),
+            pad_safe=binding.pad_safe,
+            mask_ndim=binding.mask_ndim,
+            coding=coding,
+            pages=pages,
+        )
+
     at = iter(int(token) for token in TOKENS)
 
     def take(count: int) -> list[int]:
@@ -61,7 +82,7 @@ def walk(model: nn.Module) -> list[np.ndarray]:
         see(first, [take(width)])
     saved = first.snapshot(0)
     see(first, [take(1)])
-    other = BatchState.restore(model, new().templates, saved)
+    other = BatchState.restore(model, new().templates, saved, coding=coding, pages=pages)
     see(other, [take(1)])
     see(first, [take(3)])
     see(other, [take(1)])
@@ -103,14 +124,23 @@ def test_appending_in_place_changes_no_bit(
     # Qwen 2's projections have biases.
     monkeypatch.setitem(CONFIGS, "qwen2", CONFIGS["llama"])
     model: Any = make(model_type, dtype)
-    nn.quantize(model, 32, 4, class_predicate=lambda _, m: hasattr(m, "to_quantized") and m.weight.shape[-1] % 32 == 0)
+    nn.quantize(
+        model, 32, 4, class_predicate=lambda _, m: hasattr(m, "to_quantized") and m["weight"].shape[-1] % 32 == 0
+    )
     mx.eval(model.parameters())
     assert "NativeTransformerBlock" in layers.swap(model, native, integer)
     apart = walk(model)
     assert {1, 2, 3, 4, 5} <= set(calls)
     taken = list(calls)
     found = {"layer by layer": apart}
-    if model_type != "gemma3":
+    if model_type == "gemma3":
+        assert taken.count(1) > len(taken) // 2
+        assert sum(blocks.swap(model, native).values()) == 1
+        calls.clear()
+        found["one operation"] = walk(model)
+        # A lone row's window of several tokens is not appended to its rings in place, but to the other layers' buffers.
+        assert len(calls) == len(taken)
+    else:
         assert sum(blocks.swap(model, native).values()) == 1
         assert blocks.swap(model, native) == {}
         calls.clear()
@@ -130,6 +160,7 @@ def test_appending_in_place_changes_no_bit(
         assert calls == taken
     calls.clear()
     monkeypatch.setattr(FullLayer, "in_place", lambda self, mask=None, settled=True: None)
+    monkeypatch.setattr(SlidingLayer, "ring_in_place", lambda self, mask=None, settled=True: None)
     expected = walk(model)
     assert not calls
     for name, bits in found.items():
@@ -138,11 +169,225 @@ def test_appending_in_place_changes_no_bit(
             assert (mine == theirs).all(), name
 
 
-@pytest.mark.parametrize(("model_type", "dtype"), [("llama", "float32"), ("qwen3", "bfloat16")])
-def test_a_flat_window_has_the_bits_of_a_padded_one(native: ModuleType, model_type: str, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "codecs"),
+    [
+        ("float32", (None, None)),
+        ("bfloat16", (None, None)),
+        ("bfloat16", (Affine(8), Affine(8))),
+        ("float32", (Affine(4), None)),
+        ("float32", (None, Turbo(8, 3))),
+    ],
+    ids=["plain", "plain bfloat16", "8 bfloat16", "4 and plain", "plain and turbo"],
+)
+def test_one_operation_takes_codes_and_pages(
+    native: ModuleType, dtype: str, codecs: tuple[Codec | None, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layer by layer and as one operation, in buffers and in pages: the same bits."""
+    coded.install()
+    model: Any = make("llama", dtype, head_dim=64, num_hidden_layers=2)
+    coding = Coding(codecs) if any(codecs) else None
+    layers.swap(model, native)
+    expected = walk(model, coding)
+    blocks.swap(model, native)
+    taken: list[bool] = []
+    own = blocks.Run.run
+
+    def run(self: blocks.Run, *args: Any) -> mx.array | None:
+        y = own(self, *args)
+        taken.append(y is not None)
+        return y
+
+    monkeypatch.setattr(blocks.Run, "run", run)
+    for is_paged in (False, True):
+        taken.clear()
+        pool = PagePool(2) if is_paged else None
+        found = walk(model, coding, pool)
+        # All but first windows, and those of a row that joins its batch.
+        assert taken.count(False) <= 5
+        for mine, theirs in zip(found, expected, strict=True):
+            assert (mine == theirs).all()
+        if pool is not None:
+            pool.check_integrity()
+            assert not any(mx.any(array[:, 0] != 0).item() for layer in pool.layers for array in layer.lying())
+
+
+def test_layers_of_their_own_find_keys_in_their_pages(native: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of experts' models, which run layer by layer: nothing is gathered, and the bits are those of buffers."""
+    coded.install()
+    model: Any = make("qwen3_moe", "float32")
+    assert "NativeAttention" in layers.swap(model, native)
+    expected = walk(model)
+    own = PageArrays.read
+    runs: list[int] = []
+
+    def read(self: PageArrays, layout: Layout) -> tuple[mx.array, mx.array]:
+        assert layout.run is not None
+        runs.append(layout.run)
+        return own(self, layout)
+
+    monkeypatch.setattr(PageArrays, "read", read)
+    found = walk(model, pages=PagePool(len(model.layers)))
+    assert runs
+    for mine, theirs in zip(found, expected, strict=True):
+        assert (mine == theirs).all()
+
+
+@pytest.fixture
+def ringed(native: ModuleType) -> nn.Module:
+    """A model with rings of 40 tokens whose layers run as one operation."""
+    model = make("gemma3", "float32")
+    layers.swap(model, native)
+    assert sum(blocks.swap(model, native).values()) == 1
+    return model
+
+
+def test_rings_go_around_alike_alone_and_in_a_batch(ringed: Any, calls: list[int]) -> None:
+    new, prompts = new_state_of(ringed), ([*TOKENS[:70]], [*TOKENS[70:103]])
+    lone, shared = [new(), new()], [new(), new()]
+    for state, prompt in zip([*lone, *shared], [*prompts, *prompts], strict=True):
+        mx.eval(forward(ringed, state, [[int(token) for token in prompt]]), state.arrays())
+    batch, other = shared
+    batch.join(other)
+    calls.clear()
+    for step in range(40):
+        width = 3 if step % 9 == 4 else 1
+        window = [[(7 * step + 5 * i + row) % VOCAB_SIZE for i in range(width)] for row in (0, 1)]
+        together = bits_of(forward(ringed, batch, window))
+        for row, state in enumerate(lone):
+            assert (bits_of(forward(ringed, state, [window[row]]))[0] == together[row]).all()
+    assert calls.count(3) >= 5 * len(ringed.layers)
+
+
+def test_copies_of_a_ring_are_made_before_it_goes_on(ringed: nn.Module) -> None:
+    """However late they are computed."""
+    states = [new_state_of(ringed)() for _ in range(2)]
+    found: list[list[mx.array]] = []
+    for late, state in enumerate(states):
+        mx.eval(forward(ringed, state, [[int(token) for token in TOKENS[:60]]]))
+        mx.eval(forward(ringed, state, [[1]]), state.arrays())
+        saved = [array for layer in state.snapshot(0).layers for array in layer.arrays.values()]
+        if not late:
+            mx.eval(saved)
+        for token in (2, 3, 4):
+            mx.eval(forward(ringed, state, [[token]]))
+        found.append(saved)
+    for early, late in zip(*found, strict=True):
+        assert (bits_of(early) == bits_of(late)).all()
+
+
+def test_a_ring_that_a_snapshot_holds_is_not_written_to(ringed: nn.Module) -> None:
+    state = new_state_of(ringed)()
+    for window in ([int(token) for token in TOKENS[:60]], [1]):
+        mx.eval(forward(ringed, state, [window]), state.arrays())
+    saved, found = state.snapshot(0), list[np.ndarray]()
+    mx.eval([array for layer in saved.layers for array in layer.arrays.values()])
+    for _ in range(2):
+        again = BatchState.restore(ringed, new_state_of(ringed)().templates, saved)
+        found.append(np.stack([bits_of(forward(ringed, again, [[token]])) for token in (5, 6, 7)]))
+    assert (found[0] == found[1]).all()
+
+
+@pytest.mark.parametrize(
+    ("width", "size", "phases"), [(1, 24, (7, 3)), (1, 40, (0, 0)), (4, 27, (0, 0)), (2, 48, (1, 5))]
+)
+def test_a_ring_is_attended_from_its_oldest_key(
+    native: ModuleType, width: int, size: int, phases: tuple[int, ...]
+) -> None:
+    """Against float64, over keys that lie anywhere in the ring; what is no key of the window is infinite."""
+    random = np.random.default_rng(size)
+    hidden, heads, groups, d, window, starts = 32, 4, 2, 16, 24, (70, 9)
+    maps = [random.normal(size=(rows, hidden)) / 6 for rows in (heads * d, groups * d, groups * d)]
+    out = random.normal(size=(hidden, heads * d)) / 8
+    x = random.normal(size=(2, width, hidden))
+    past = random.normal(size=(2, 2, groups, 80, d))  # keys and values of each row by position
+    held = np.full((2, 2, groups, size, d), np.inf)
+    expected = np.zeros_like(x)
+    for row, start in enumerate(starts):
+        q, k, v = ((x[row] @ m.T).reshape(width, -1, d).swapaxes(0, 1) for m in maps)
+        for position in range(max(0, start - window + 1), start):
+            held[:, row, :, (position - phases[row]) % size] = past[:, row, :, position]
+        past[0, row, :, start : start + width], past[1, row, :, start : start + width] = k, v
+        for i in range(width):
+            seen = slice(max(0, start + i - window + 1), start + i + 1)
+            mixed = []
+            for head in range(heads):
+                keys, values = past[:, row, head // 2, seen]
+                weights = np.exp(0.25 * keys @ q[head, i])
+                mixed.append(weights @ values / weights.sum())
+            expected[row, i] = out @ np.concatenate(mixed)
+    projections = [native.Projection(mx.array(m.astype(np.float32)), None, None, None, 0, 0) for m in (*maps, out)]
+    form = native.HeadForm(heads, groups, 0.0, 0, False, 1.0, 1.0)
+    buffers = [mx.array(a.astype(np.float32)) for a in held]
+    ring = [size, window, *phases]
+    own = (*projections, None, None, form, mx.array(starts), None, 0.25, *buffers, None, 0.0, None)
+    y, keys, values = native.attention_layer(mx.array(x.astype(np.float32)), None, 0.0, *own, ring)
+    assert np.abs(np.array(y) - expected).max() < 1e-5
+    for array, kind in ((keys, 0), (values, 1)):
+        for row, start in enumerate(starts):
+            slots = [(start + i - phases[row]) % size for i in range(width)]
+            new = past[kind, row, :, start : start + width]
+            assert np.allclose(np.array(array)[row][:, slots], new, atol=1e-5)
+
+
+def test_rings_that_can_not_be_are_refused(native: ModuleType) -> None:
+    d = 16
+    p = [native.Projection(mx.zeros((d, d)), None, None, None, 0, 0) for _ in range(4)]
+    form = native.HeadForm(1, 1, 0.0, 0, False, 1.0, 1.0)
+
+    def layer(ring: list[int], slots: int = 8) -> None:
+        keys = mx.zeros((1, 1, slots, d))
+        mx.eval(
+            native.attention_layer(
+                mx.zeros((1, 2, d)),
+                None,
+                0.0,
+                *p,
+                None,
+                None,
+                form,
+                mx.array([20]),
+                None,
+                1.0,
+                keys,
+                keys,
+                None,
+                0.0,
+                None,
+                ring,
+            )
+        )
+
+    with pytest.raises(ValueError, match="phase for each of 1 rows"):
+        layer([8, 7])
+    with pytest.raises(ValueError, match="window of 2 tokens that see 8 doesn't fit a ring of 8"):
+        layer([8, 8, 0])
+    with pytest.raises(RuntimeError, match="row 0 ends at 8 of 7 slots"):  # in the step
+        layer([8, 7, 0], 7)
+    layer([8, 7, 0])
+
+
+@pytest.mark.parametrize(
+    ("model_type", "dtype", "paged"),
+    [
+        ("llama", "float32", False),
+        ("llama", "float32", True),
+        ("qwen3", "bfloat16", False),
+        ("qwen3", "bfloat16", True),
+    ],
+)
+def test_a_flat_window_has_the_bits_of_a_padded_one(
+    native: ModuleType, model_type: str, dtype: str, paged: bool
+) -> None:
     model: Any = make(model_type, dtype)
     layers.swap(model, native)
     new = new_state_of(model)
+    if paged:
+        pool, templates = PagePool(len(model.layers)), new().templates
+
+        def new() -> BatchState:
+            return BatchState(model, templates, pages=pool)
+
     takes = blocks.flat_test(model)
     assert not takes(new().caches)
     blocks.swap(model, native)

@@ -48,7 +48,10 @@ def experts(e: ModuleType) -> list[mx.array]:
     dense, x = random(4, 300, 512), random(20, 1, 1, 512, seed=1)
     chosen = mx.array(np.random.default_rng(0).integers(0, 4, (20, 2)))
     made = [e.gather_qmm(x, *w, None, chosen, GROUP, BITS, integer) for integer in (False, True)]
-    return [*made, e.gather_mm(x, dense.swapaxes(-1, -2), None, chosen)]
+    down = e.Projection(random(4, 512, 300, seed=2), None, None, None, 0, 0)
+    stacks = [e.Projection(*w, None, GROUP, BITS)] * 2
+    block = e.experts(x[:, 0, 0], None, 0.0, projection(e, 4, 512, 5), *stacks, down, 2, True, SILU, True)
+    return [*made, e.gather_mm(x, dense.swapaxes(-1, -2), None, chosen), block]
 
 
 def rows(e: ModuleType) -> list[mx.array]:
@@ -125,6 +128,7 @@ def layers(e: ModuleType) -> list[mx.array]:
 
         own = (norm, 1e-5, q, k, v, o, one, one, form)
         made += e.attention_layer(x, *own, at, None, 0.1, *room(), norm, 1e-5, x)
+        made += e.attention_layer(x, *own, at, None, 0.1, *room(), norm, 1e-5, x, [640, 300, 5, 0])
         blocks = e.Blocks()
         for _ in range(2):
             blocks.add(*own, None, 0.1, norm, 1e-5, norm, 1e-5, *mlp)

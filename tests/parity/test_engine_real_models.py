@@ -22,7 +22,7 @@ from gnomon.engine.engine import Engine
 
 STEPS = 16
 CUT = 256
-pytestmark = [pytest.mark.network, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.network, pytest.mark.timeout(14_400)]
 """MLX's CPU backend prefills these at some 10 tokens a second on an idle machine: 700 tokens may outlast the usual limit on a busy one."""
 
 

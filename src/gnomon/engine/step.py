@@ -79,6 +79,8 @@ class Stepper:
         self.flight: Flight | None = None
         self._takes_flat = flat_test(model)
         self._read, self._read_rows = 0.0, 0
+        self._begun = 0.0
+        """When the plain step in flight was begun; 0 if something else was computed since."""
         self._plain_steps = 0
         """Since the last window."""
 
@@ -112,12 +114,16 @@ class Stepper:
         """Read back the step in flight and deliver its tokens."""
         flight, self.flight = self.flight, None
         self._read = 0.0
+        begun, self._begun = self._begun, 0.0
         if flight is not None:
             self._deliver(flight)
+            if begun and self.speculation is not None and self.speculation.pace.plain is None:
+                # Where windows and single plain steps alternate, no two plain ones follow each other.
+                self.speculation.observed(len(flight.rows), 1, time.perf_counter() - begun)
 
     def disturbed(self) -> None:
         """Something else was computed since the last step: the time to the next says nothing of what a step takes."""
-        self._read = 0.0
+        self._read = self._begun = 0.0
 
     def _paced(self, num_rows: int) -> None:
         """A plain step was read back with the next under way. From one such to the next, if nothing came between, is what a step takes."""
@@ -139,6 +145,7 @@ class Stepper:
         state = batch.state
         if state is None:
             raise RuntimeError("rows without states")
+        self._begun = 0.0 if self.flight is not None else time.perf_counter()
         with dispatch.step():
             state.begin(1)
             logits = self.model(batch.pending, cache=state.caches)

@@ -1,4 +1,4 @@
-"""All blocks of a model as one operation of a step, where every layer's state is plain keys and values.
+"""All blocks of a model as one operation of a step, over states of keys and values, plain or coded, in buffers, pages or rings.
 
     embed            1
     run_blocks       for all layers: the attention layer and the MLP of `layers`, with the same bits
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from operator import is_
 from types import ModuleType
 from typing import Any
@@ -20,20 +21,43 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from gnomon.kernels.codes import Codes
 from gnomon.kernels.dispatch import thread
-from gnomon.kernels.layers import Block, Norm
+from gnomon.kernels.layers import MLP, Block, Norm
 from gnomon.kernels.linear import Linear
 
-MODELS = (("llama", "LlamaModel"), ("qwen2", "Qwen2Model"), ("qwen3", "Qwen3Model"))
-"""Modules of mlx-lm and their classes that embed, mask, go through `layers`, and norm."""
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A class of mlx-lm's module that embeds, masks, goes through `layers`, and norms."""
+
+    module: str
+    name: str
+    window: str | None = None  # where it keeps how far its sliding layers see
+    is_scaled: bool = False  # embeddings are multiplied by the root of their size
+
+    def embedded(self, inner: Any, h: mx.array) -> mx.array:
+        """What goes into the first layer."""
+        if not self.is_scaled:
+            return h
+        return h * mx.array(inner.args.hidden_size**0.5, mx.bfloat16).astype(h.dtype)
+
+
+MODELS = (
+    Model("llama", "LlamaModel", "sliding_window"),
+    Model("qwen2", "Qwen2Model"),
+    Model("qwen3", "Qwen3Model"),
+    Model("gemma3_text", "Gemma3Model", "window_size", is_scaled=True),
+)
 
 
 class Run:
     """The blocks of one model, prepared once."""
 
-    def __init__(self, layers: Sequence[Any], extension: ModuleType) -> None:
-        """`layers` are swapped blocks that `covers` took."""
+    def __init__(self, layers: Sequence[Any], extension: ModuleType, window: int | None = None) -> None:
+        """`layers` are swapped blocks that `covers` took; those whose states are rings see `window` tokens."""
         self.extension = extension
+        self.window = window
         self.dtype: mx.Dtype = layers[0].fused.mlp.dtype
         self.blocks = extension.Blocks()
         watched: list[tuple[Any, str, object]] = []
@@ -44,20 +68,27 @@ class Run:
         self._owners = [owner for owner, _, _ in watched]
         self._names = [name for _, name, _ in watched]
         self._parts = [part for _, _, part in watched]
+        self._forms: dict[tuple[Codes, Codes], tuple[Any, Any] | None] = {}
 
     @staticmethod
     def covers(layers: Sequence[Any]) -> bool:
         """Whether all are swapped blocks of one type whose attention appends in place."""
         found = (getattr(layer, "fused", None) for layer in layers)
-        blocks = [block for block in found if isinstance(block, Block) and block.attention.rotation is not None]
+        blocks = [
+            block
+            for block in found
+            if isinstance(block, Block) and isinstance(block.mlp, MLP) and block.attention.rotation is not None
+        ]
         return 0 < len(blocks) == len(layers) and len({block.mlp.dtype for block in blocks}) == 1
 
     def _add(self, layer: Any, watched: list[tuple[Any, str, object]]) -> None:
         block: Block = layer.fused
         own, mlp, norms = block.attention, block.mlp, block.norms
         rotation = own.rotation
-        if rotation is None:
-            raise ValueError("an attention without a rotation of its own doesn't append in place")
+        if rotation is None or not isinstance(mlp, MLP):
+            raise ValueError(
+                "an attention without a rotation of its own doesn't append in place, experts aren't one MLP"
+            )
         before, before_mlp = norms[0][1], norms[2 if block.after else 1][1]
         after, after_mlp = (norms[1][1], norms[3][1]) if block.after else (None, None)
 
@@ -130,22 +161,30 @@ class Run:
     def _run(self, layers: Sequence[nn.Module], h: mx.array, caches: Sequence[Any]) -> mx.array | None:
         if h.ndim != 3 or h.dtype != self.dtype or len(caches) != len(self.layers):
             return None
-        buffers: list[mx.array] = []
-        for cache in caches:
-            # A state of this kind hides later positions and no others.
-            pair = cache.in_place("causal", settled=False) if hasattr(cache, "appends") else None
-            if pair is None:
-                return None
-            buffers += pair
-        if not self.is_current(layers):
+        found = self._buffers(caches, settled=False)
+        if found is None or not self.is_current(layers):
             return None
         before = caches[0].appending
         if any(cache.appending is not before for cache in caches):
             # Some were copied since: each says for itself what it waits for.
-            buffers, before = [array for cache in caches for array in cache.in_place("causal")], None
+            found, before = self._buffers(caches, settled=True), None
+        if found is None:
+            return None
+        buffers, rings, forms = found
         rows = caches[0].rows
         starts, homes = (rows.flat_positions, rows.homes) if rows.is_flat else (rows.lengths, [])
-        made = self.extension.run_blocks(self.blocks, h, starts, buffers, before, homes)
+        pages = None if rings else caches[0].pages
+        made = self.extension.run_blocks(
+            self.blocks,
+            h,
+            starts,
+            buffers,
+            before,
+            homes,
+            rings,
+            forms,
+            None if pages is None else self.extension.Pages(*pages),
+        )
         if made is None:
             return None
         y, appending = made
@@ -153,12 +192,50 @@ class Run:
             cache.appends(appending)
         return y
 
+    def _buffers(
+        self, caches: Sequence[Any], settled: bool
+    ) -> tuple[list[mx.array], list[tuple[int, ...]], list[tuple[Any, Any] | None]] | None:
+        """Keys and values of all layers by turns; their rings: none if no layer has one, else () for those without; and their codes
+        likewise. None if a state has no such buffers, or another window than the model."""
+        buffers, rings, forms = list[mx.array](), list[tuple[int, ...]](), list[tuple[Any, Any] | None]()
+        is_coded = False
+        for cache in caches:
+            # What a state of these kinds hides is what the model's masks hide.
+            if hasattr(cache, "ring_in_place"):
+                ring = cache.ring_in_place(settled=settled) if cache.window == self.window else None
+                if ring is None:
+                    return None
+                buffers += (ring.keys, ring.values)
+                rings.append(ring.numbers)
+                forms.append(None)
+                continue
+            pair = cache.open_buffers(settled=settled) if hasattr(cache, "open_buffers") else None
+            if pair is None:
+                return None
+            buffers += pair
+            rings.append(())
+            form = None
+            if cache.codes is not None:
+                form, is_coded = self._form(cache.codes), True
+                if form is None:
+                    return None
+            forms.append(form)
+        return buffers, rings if any(rings) else [], forms if is_coded else []
 
-def _forward(own: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    def _form(self, codes: tuple[Codes, Codes]) -> tuple[Any, Any] | None:
+        """How the extension reads keys and values of these codes; None if it can't."""
+        if codes not in self._forms:
+            keys, values = codes
+            is_covered = keys.is_covered and values.is_covered
+            self._forms[codes] = (keys.form(self.extension), values.form(self.extension)) if is_covered else None
+        return self._forms[codes]
+
+
+def _forward(own: Callable[..., mx.array], kind: Model) -> Callable[..., mx.array]:
     def __call__(self: Any, inputs: mx.array, cache: Any = None, input_embeddings: mx.array | None = None) -> mx.array:
         if thread.active and cache is not None:
             h = self.embed_tokens(inputs) if input_embeddings is None else input_embeddings
-            y = self.fused.run(self.layers, h, cache)
+            y = self.fused.run(self.layers, kind.embedded(self, h), cache)
             if y is not None:
                 return self.norm(y)
             return own(self, inputs, cache, h)
@@ -183,17 +260,18 @@ def flat_test(model: nn.Module) -> Callable[[Sequence[Any]], bool]:
 
 def swap(model: nn.Module, extension: ModuleType) -> dict[str, int]:
     """Let models within `model` whose layers were all swapped run them as one operation, in place. Returns how many of each class."""
-    known = {getattr(importlib.import_module(f"mlx_lm.models.{module}"), name) for module, name in MODELS}
+    known = {getattr(importlib.import_module(f"mlx_lm.models.{kind.module}"), kind.name): kind for kind in MODELS}
     found: dict[str, int] = {}
     for inner in [module for _, module in model.named_modules()]:
         own: Any = type(inner)
-        if own not in known or getattr(inner, "pipeline_size", 1) > 1 or not Run.covers(inner.layers):
+        kind = known.get(own)
+        if kind is None or getattr(inner, "pipeline_size", 1) > 1 or not Run.covers(inner.layers):
             continue
         native = _classes.get(own)
         if native is None:
-            body = {"__call__": _forward(own.__call__), "__module__": own.__module__}
+            body = {"__call__": _forward(own.__call__, kind), "__module__": own.__module__}
             native = _classes[own] = type(f"Native{own.__name__}", (own,), body)
-        run = Run(inner.layers, extension)
+        run = Run(inner.layers, extension, getattr(inner, kind.window) if kind.window else None)
         inner.__class__ = native
         object.__setattr__(inner, "fused", run)
         found[native.__name__] = found.get(native.__name__, 0) + 1

@@ -8,6 +8,7 @@ made here. Inside a native step the subclass issues
     project          output projection, norm after it, residual                       instead of 3
     gated_mlp        norm, gate, up, activation, down, norm, residual                 instead of 8
     gated            activation and product between experts' projections              instead of 2
+    experts          norm, router, choice, experts, weighted sum, residual            instead of about 20
 
 with the same bits as the unfused kernels give: every step rounds to the activations' type. Weights that are multiplied in whole numbers are
 laid out for that first, layer by layer (`tiles`). A layer whose submodules are not what was
@@ -28,6 +29,7 @@ from mlx_lm.models import rope_utils
 from mlx_lm.models.base import scaled_dot_product_attention
 
 from gnomon.kernels.dispatch import thread
+from gnomon.kernels.experts import Experts
 from gnomon.kernels.linear import Linear, NativeQuantizedEmbedding, linear_forward
 from gnomon.kernels.quantized_matmul import FLOATS, why_not
 from gnomon.kernels.recurrent import gated_delta_net
@@ -49,23 +51,24 @@ class Family:
     mlp: str | None = None
     block: str | None = None
     mixer: str | None = None
+    experts: str | None = None
     activation: int = SILU
     norm: NormKind = "plain"
     after: bool = False  # norms after attention and MLP, as Gemma has them
 
 
-ROLES = ("attention", "mlp", "mixer", "block")
+ROLES = ("attention", "mlp", "mixer", "experts", "block")
 
 FAMILIES = (
     Family("llama", "Attention", "MLP", "TransformerBlock"),
     Family("qwen2", "Attention", "MLP", "TransformerBlock"),
     Family("qwen3", "Attention", "MLP", "TransformerBlock"),
-    Family("qwen3_moe", "Attention", "MLP", None),
+    Family("qwen3_moe", "Attention", "MLP", "Qwen3MoeDecoderLayer", experts="Qwen3MoeSparseMoeBlock"),
     Family("qwen3_next", None, "Qwen3NextMLP", None),
     Family("qwen3_5", mixer="GatedDeltaNet"),
     Family("gemma2", mlp="MLP", activation=GELU_TANH),
     Family("gemma4_text", mlp="MLP", activation=GELU_TANH),
-    Family("gemma3_text", "Attention", "MLP", "TransformerBlock", None, GELU_TANH, "plus one", True),
+    Family("gemma3_text", "Attention", "MLP", "TransformerBlock", None, None, GELU_TANH, "plus one", True),
 )
 
 
@@ -114,6 +117,14 @@ class Rotation:
         return None
 
 
+def _buffers(cache: Any, mask: Any) -> tuple[tuple[mx.array, mx.array] | None, tuple[int, ...]]:
+    """A state's buffers to append to and attend to where they lie, if it has them for this mask, and the numbers of their ring or ()."""
+    if hasattr(cache, "in_place"):
+        return cache.in_place(mask), ()
+    ring = cache.ring_in_place(mask) if hasattr(cache, "ring_in_place") else None
+    return (None, ()) if ring is None else ((ring.keys, ring.values), ring.numbers)
+
+
 @dataclass(slots=True)
 class Attention:
     """A swapped attention layer. `rotation` None leaves turning to the layer's own rope module."""
@@ -150,7 +161,7 @@ class Attention:
         ):
             raise Stale
         e, rotation = self.extension, self.rotation
-        buffers = cache.in_place(mask) if rotation is not None and hasattr(cache, "in_place") else None
+        buffers, ring = _buffers(cache, mask) if rotation is not None else (None, ())
         if buffers is not None and rotation is not None and buffers[0].dtype == buffers[1].dtype == x.dtype:
             y, keys, values = e.attention_layer(
                 x,
@@ -170,6 +181,7 @@ class Attention:
                 after and after.weight,
                 after.eps if after else 0.0,
                 residual,
+                ring,
             )
             cache.appended(keys, values)
             return y
@@ -190,7 +202,9 @@ class Attention:
         if rotation is None:
             q, k = layer.rope(q, offset=offset), layer.rope(k, offset=offset)
         if cache is not None:
-            k, v = cache.update_and_fetch(k, v)
+            # What this layer attends with takes views; a model's own code may not.
+            append = getattr(cache, "update_and_view", cache.update_and_fetch)
+            k, v = append(k, v)
         y = scaled_dot_product_attention(q, k, v, cache=cache, scale=layer.scale, mask=mask)
         y = y.transpose(0, 2, 1, 3).reshape(x.shape[0], x.shape[1], -1)
         return e.project(y, self.o.projection, after and after.weight, after.eps if after else 0.0, residual)
@@ -229,12 +243,22 @@ class MLP:
         )
 
 
+class SwappedExperts(Experts):
+    """A swapped block of experts in a gated MLP's place."""
+
+    def run(self, layer: Any, x: mx.array, before: Norm | None, after: Norm | None, residual: bool) -> mx.array:
+        """The same as `MLP.run`, with no norm `after`."""
+        if after is not None or not self.is_current(layer):
+            raise Stale
+        return self.compute(layer, x, before and before.weight, before.eps if before else 0.0, residual)
+
+
 @dataclass(slots=True)
 class Block:
     """A swapped transformer block: attention and MLP with the norms and residuals around them."""
 
     attention: Attention
-    mlp: MLP
+    mlp: MLP | SwappedExperts
     norms: tuple[tuple[str, Norm], ...]
     after: bool
 
@@ -342,7 +366,7 @@ def _block(layer: Any, family: Family, owner: ModuleType) -> Block | None:
     if family.after:
         names = (*names, "pre_feedforward_layernorm", "post_feedforward_layernorm")
     norms = [layer.get(name) for name in names]
-    if not isinstance(own, Attention) or not isinstance(mlp, MLP) or own.dtype != mlp.dtype:
+    if not isinstance(own, Attention) or not isinstance(mlp, MLP | SwappedExperts) or own.dtype != mlp.dtype:
         return None
     if family.after and own.dtype == mx.float16:  # Gemma clips these sums
         return None
@@ -413,6 +437,8 @@ def swap(model: nn.Module, extension: ModuleType, integer: bool = False) -> dict
                 fused, forward = _attention(layer, family, owner, extension, integer), _attention_forward
             elif role == "mixer":
                 fused, forward = extension, _mixer_forward
+            elif role == "experts":
+                fused, forward = SwappedExperts.of(layer, extension, integer), _mlp_forward
             elif role == "mlp":
                 fused, forward = _mlp(layer, family, extension, integer), _mlp_forward
             else:

@@ -10,7 +10,7 @@ from mlx_lm.models.cache import KVCache, create_attention_mask
 
 from gnomon.state.buffer import RowBuffer, copied, round_slots
 from gnomon.state.kept import KeptLayer
-from gnomon.state.layer import LayerState
+from gnomon.state.layer import CodesPair, LayerState, Pages
 from gnomon.state.rows import Rows
 from gnomon.state.snapshot import LayerKind, LayerSnapshot, refuse_coded, shared
 
@@ -25,14 +25,14 @@ class FullLayer(KeptLayer[KVCache]):
     """
 
     kind: LayerKind = "full"
+    codes: CodesPair | None = None
+    pages: Pages | None = None
 
     def __init__(self, rows: Rows, mask_ndim: int = 4) -> None:
         super().__init__(rows, KVCache())
         self.mask_ndim = mask_ndim
         self._is_shared = False
         """The lone row's arrays belong to a snapshot too."""
-        self.appending: mx.array | None = None
-        """What is computed once a kernel has appended to the arrays: they say nothing of it themselves."""
 
     # What models call.
 
@@ -69,6 +69,10 @@ class FullLayer(KeptLayer[KVCache]):
             self._settle()
         return self.room()
 
+    def open_buffers(self, *, settled: bool = False) -> KeysValues | None:
+        """`in_place` for layers that run as one operation, of which each query sees all positions up to its own."""
+        return self.in_place("causal", settled=settled)
+
     def hides_only_later(self, mask: mx.array | str | None) -> bool:
         """Whether a mask of the open forward hides nothing but each query's later positions."""
         return hides_only_later(self.rows, self.mask_ndim, mask)
@@ -101,24 +105,13 @@ class FullLayer(KeptLayer[KVCache]):
         keys = self._buffer.keys
         return keys.dtype if self._lone is None and keys is not None else None
 
-    def appends(self, appending: mx.array) -> None:
-        """A kernel was given the buffers of `in_place` and appends the open window to them; `appending` is computed once it has."""
-        self.appending = appending
-        self.advance_in_place()
-
     def whole(self) -> KeysValues | None:
         """The buffers `[rows or more, heads, slots, dim]`; what lies beyond the open window's end means nothing."""
         self._settle()
         keys, values = self.keys, self.values
         return None if keys is None or values is None else (keys, values)
 
-    def appended(self, keys: mx.array, values: mx.array) -> None:
-        """`keys` and `values` are the buffers of `in_place` once a kernel has appended the open window."""
-        self.keys, self.values = keys, values
-        self.advance_in_place()
-
     def advance_in_place(self) -> None:
-        """The kernel was given the buffers of `in_place` and appends the open window."""
         if self._lone is not None:
             self._lone.offset += self.rows.width
 
@@ -210,9 +203,6 @@ class FullLayer(KeptLayer[KVCache]):
             self._is_shared = True
             self._lone.state = *shared(snapshot, "keys", "values"), snapshot.numbers["length"]
 
-    def arrays(self) -> list[mx.array]:
-        return [array for array in (*self._lying(), self.appending) if array is not None]
-
     def problems(self) -> list[str]:
         rows, found = self.rows, super().problems()
         for name, array in (("keys", self.keys), ("values", self.values)):
@@ -220,13 +210,6 @@ class FullLayer(KeptLayer[KVCache]):
             if array is not None and (array.shape[0] < rows.num_rows or array.shape[2] < max(rows.lengths)):
                 found.append(f"{name} of shape {array.shape} are too small for rows of lengths {rows.lengths}")
         return found
-
-    def _settle(self) -> None:
-        """Let the arrays depend on the append that a kernel makes to them."""
-        keys, values = self._lying()
-        if self.appending is not None and keys is not None and values is not None:
-            appending, self.appending = self.appending, None
-            self.keys, self.values = mx.depends([keys, values], [appending])
 
     def _used(self) -> tuple[mx.array | None, mx.array | None, int]:
         """Views of all rows' slots up to the longest row's end, and that end; None before the first token."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Generic, TypeVar
 
 import mlx.core as mx
@@ -21,6 +22,8 @@ class KeptLayer(LayerState, Generic[C]):
         self.rows = rows
         self._lone: C | None = lone
         self._buffer = RowBuffer(1)
+        self.appending: mx.array | None = None
+        """What is computed once a kernel has appended to the arrays: they say nothing of it themselves."""
 
     @property
     def offset(self) -> int | mx.array:
@@ -54,8 +57,22 @@ class KeptLayer(LayerState, Generic[C]):
     def is_trimmable(self) -> bool:
         return True
 
+    def appends(self, appending: mx.array) -> None:
+        """A kernel was given the buffers and appends the open window to them; `appending` is computed once it has."""
+        self.appending = appending
+        self.advance_in_place()
+
+    def appended(self, keys: mx.array, values: mx.array) -> None:
+        """`keys` and `values` are the buffers that a kernel was given, once it has appended the open window."""
+        self.keys, self.values = keys, values
+        self.advance_in_place()
+
+    @abstractmethod
+    def advance_in_place(self) -> None:
+        """The kernel was given the buffers and appends the open window."""
+
     def arrays(self) -> list[mx.array]:
-        return [array for array in self._lying() if array is not None]
+        return [array for array in (*self._lying(), self.appending) if array is not None]
 
     def bytes_held(self) -> int:
         return sum(array.nbytes for array in self._lying() if array is not None)
@@ -76,4 +93,8 @@ class KeptLayer(LayerState, Generic[C]):
         return held.keys, held.values
 
     def _settle(self) -> None:
-        """Called before anybody is given the arrays."""
+        """Let the arrays depend on the append that a kernel makes to them: called before anybody is given them."""
+        keys, values = self._lying()
+        if self.appending is not None and keys is not None and values is not None:
+            appending, self.appending = self.appending, None
+            self.keys, self.values = mx.depends([keys, values], [appending])

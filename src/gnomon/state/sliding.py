@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import cast
 
 import mlx.core as mx
@@ -16,6 +17,23 @@ from gnomon.state.rows import Rows
 from gnomon.state.snapshot import LayerKind, LayerSnapshot, refuse_coded, shared
 
 KeysValues = tuple[mx.array, mx.array]
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """Buffers `[rows or more, heads, slots, dim]` in which position `p` of row `b` is at slot `(p - phases[b]) % size`, and of which a
+    query sees the last `window` positions up to its own. There are `size` slots, or fewer before any position stands on an older one."""
+
+    keys: mx.array
+    values: mx.array
+    size: int
+    window: int
+    phases: tuple[int, ...]
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """What kernels are told of it."""
+        return self.size, self.window, *self.phases
 
 
 class SlidingLayer(KeptLayer[RotatingKVCache]):
@@ -41,6 +59,9 @@ class SlidingLayer(KeptLayer[RotatingKVCache]):
         self.ring = window + slack
         self._phase: list[int] = [0]
         self._joint: tuple[mx.array, mx.array] | None = None  # ring and new keys of a long window, until it commits
+        # Whether nobody but kernels that append in place, and `_readers`, ever read the arrays as they lie.
+        self._is_own = False
+        self._readers: list[mx.array] = []
 
     # What models call.
 
@@ -54,6 +75,7 @@ class SlidingLayer(KeptLayer[RotatingKVCache]):
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append `[B, heads, width, dim]`; returns the keys and values that `make_mask` describes."""
+        self._lend()
         if self._lone is not None:
             found = cast(KeysValues, self._lone.update_and_fetch(keys, values))
             return self._walked(found, self._order_alone)
@@ -73,11 +95,81 @@ class SlidingLayer(KeptLayer[RotatingKVCache]):
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """What the last append returned, for layers that share this one's keys."""
+        self._lend()
         if self._lone is not None:
             return self._walked(cast(KeysValues, self._lone.keys_and_values()), self._order_alone)
         if self._joint is not None:
             return self._walked(self._joint, self._order_joint)
         return self._walked(self._buffer.view(self.rows.num_rows, min(self.rows.end, self.ring)), self._order_ring)
+
+    def ring_in_place(self, mask: mx.array | str | None = None, *, settled: bool = True) -> Ring | None:
+        """Buffers with room for the open window, for a kernel that writes there, as `FullLayer.in_place`.
+
+        An append overwrites what the oldest positions left, so these arrays are read by such kernels alone, and by copies that they
+        wait for. None before the first append, for a window of a lone row or one that is longer than the ring's slack, and for a `mask`
+        that hides other than later positions and those that are out of the window.
+        """
+        rows = self.rows
+        if self._lone is not None:
+            if rows.width > 1 or mask is not None or self._lone.keys is None:
+                return None
+        elif (
+            self._is_long or self._buffer.keys is None or (mask is not None and mask is not rows.known(self._mask_key))
+        ):
+            return None
+        if settled:
+            self._settle()
+        if not (self._is_own and self._has_room()):
+            self._own()
+        keys, values = self._lying()
+        if keys is None or values is None:
+            return None
+        if self._readers:
+            readers, self._readers = self._readers, []
+            keys, values = mx.depends([keys, values], readers)
+        if self._lone is None:
+            return Ring(keys, values, self.ring, self.window, (0,) * rows.num_rows)
+        return Ring(keys, values, self.window, self.window, (_phase(self._lone),))
+
+    def advance_in_place(self) -> None:
+        if self._lone is not None:
+            keys, values, offset, keep, window, index = _parts(self._lone)
+            self._lone.state = keys, values, offset + 1, keep, window, index % window + 1
+
+    def _has_room(self) -> bool:
+        keys = self._lying()[0]
+        if keys is None or self._lone is None:
+            return keys is not None and keys.shape[2] >= min(self.rows.end, self.ring)
+        return keys.shape[2] > self._lone.offset or keys.shape[2] == self.window
+
+    def _own(self) -> None:
+        """Copy the arrays for kernels that append in place, with room for the open window and more."""
+        self._settle()
+        rows, held = self.rows, self._buffer
+        if self._lone is not None:
+            keys, values, offset, keep, window, index = _parts(self._lone)
+            used = min(offset, window)
+            # mlx-lm keeps more than the window behind a long one, in order.
+            keys, values = (a[:, :, :used] if a.shape[2] <= window else a[:, :, -window:] for a in (keys, values))
+            room = min(round_slots(used + 1), window) - used
+            keys, values = (mx.concatenate([a, _zeros(a, room)], axis=2) for a in (keys, values))
+            self._lone.state = keys, values, offset, keep, window, min(index, window)
+        elif held.slots < min(rows.end, self.ring):
+            slots = min(round_slots(max(rows.end, held.slots * 5 // 4)), self.ring)
+            held.resize(held.row_capacity, slots, rows.num_rows)
+        elif held.keys is not None and held.values is not None:
+            held.keys, held.values = copied(held.keys), copied(held.values)
+        self._is_own, self._readers = True, []
+
+    def _reads(self, copies: Iterable[mx.array]) -> None:
+        """Copies are made of the arrays as they now are: the next append waits for them."""
+        if self._is_own:
+            self._readers += copies
+
+    def _lend(self) -> None:
+        """The arrays may be read by anybody from now on, and as they now are."""
+        self._settle()
+        self._is_own, self._readers = False, []
 
     def _walked(self, found: KeysValues, order: Callable[[], mx.array | None]) -> KeysValues:
         """`found`, of which native attention knows that it is to add up from the oldest key to the newest: so its sums don't depend on
@@ -118,6 +210,7 @@ class SlidingLayer(KeptLayer[RotatingKVCache]):
             return self._lone.make_mask(width, window_size=window_size, return_array=return_array)
         rows = self.rows
         window = min(window_size or self.window, self.window)
+        key = self._mask_key if window == self.window else ("sliding mask", window, self._mask_key)
 
         def make() -> mx.array:
             if self._is_long:
@@ -128,7 +221,11 @@ class SlidingLayer(KeptLayer[RotatingKVCache]):
             queries = rows.positions[:, None, :, None]
             return (held >= 0) & (held <= queries) & (held > queries - window)
 
-        return rows.memo(("sliding mask", window, self.ring, self._used if self._is_long else None), make)
+        return rows.memo(key, make)
+
+    @property
+    def _mask_key(self) -> Hashable:
+        return "sliding mask", self.window, self.ring, self._used if self._is_long else None
 
     def size(self) -> int:
         return min(max(self.rows.lengths), self.window)
@@ -143,6 +240,7 @@ class SlidingLayer(KeptLayer[RotatingKVCache]):
             self._joint = None
 
     def abort(self) -> None:
+        self._lend()
         self._joint = None
         if self._lone is not None and self._lone.keys is not None:
             _take_back(self._lone, self._lone.offset - self.rows.lengths[0], self.rows.width)
@@ -157,6 +255,7 @@ class SlidingLayer(KeptLayer[RotatingKVCache]):
     def keep(self, order: Sequence[int], row_capacity: int) -> None:
         if self._lone is not None:
             return
+        self._lend()
         lengths = self.rows.lengths
         if len(order) == 1:
             self._separate(order[0])
@@ -171,6 +270,8 @@ class SlidingLayer(KeptLayer[RotatingKVCache]):
         if not isinstance(other, SlidingLayer) or other.ring != self.ring:
             raise TypeError(f"a sliding layer of window {self.window} can't take rows of {other!r}")
         first, num_new = self.rows.num_rows, other.rows.num_rows
+        self._lend()
+        other._lend()
         theirs = other._share(other._buffer.row_capacity)
         mine = self._share(row_capacity)
         slots = max(mine.slots, theirs.slots)
@@ -185,6 +286,7 @@ class SlidingLayer(KeptLayer[RotatingKVCache]):
         self._phase = self._phase + other._phase
 
     def snapshot(self, row: int) -> LayerSnapshot:
+        self._settle()
         lone = self._as_lone(row)
         numbers = {"length": self.rows.lengths[row], "window": self.window}
         if lone is None or not numbers["length"]:
@@ -193,6 +295,7 @@ class SlidingLayer(KeptLayer[RotatingKVCache]):
         # An unwrapped row's buffer may have free slots: they are not part of the state.
         used = index if offset < keys.shape[2] else keys.shape[2]
         arrays = {"keys": copied(keys[:, :, :used]), "values": copied(values[:, :, :used])}
+        self._reads(arrays.values())
         return LayerSnapshot("sliding", arrays, numbers | {"index": index})
 
     def can_cut(self, length: int) -> bool:
@@ -209,14 +312,17 @@ class SlidingLayer(KeptLayer[RotatingKVCache]):
             return LayerSnapshot("sliding", {}, numbers)
         # Before it wraps, position p is at slot p in either layout.
         part = (slice(row, row + 1), slice(None), slice(start, stop))
-        return LayerSnapshot("sliding", {"keys": copied(keys[part]), "values": copied(values[part])}, numbers)
+        arrays = {"keys": copied(keys[part]), "values": copied(values[part])}
+        self._reads(arrays.values())
+        return LayerSnapshot("sliding", arrays, numbers)
 
     def restore(self, snapshot: LayerSnapshot) -> None:
         refuse_coded(snapshot)
         numbers = snapshot.numbers
         if numbers["window"] != self.window:
             raise ValueError(f"the snapshot's window is {numbers['window']}, this layer's is {self.window}")
-        self._lone, self._buffer = RotatingKVCache(max_size=self.window), RowBuffer(1)
+        self._lone, self._buffer, self.appending = RotatingKVCache(max_size=self.window), RowBuffer(1), None
+        self._is_own, self._readers = False, []
         if snapshot.arrays:
             self._lone.state = *shared(snapshot, "keys", "values"), numbers["length"], 0, self.window, numbers["index"]
         self._phase = [0]
@@ -315,6 +421,10 @@ class SlidingLayer(KeptLayer[RotatingKVCache]):
         """Become the lone row that `row` is."""
         self._lone = self._as_lone(row) or RotatingKVCache(max_size=self.window)
         self._buffer = RowBuffer(1)
+
+
+def _zeros(like: mx.array, slots: int) -> mx.array:
+    return mx.zeros((*like.shape[:2], slots, like.shape[3]), like.dtype)
 
 
 def _parts(lone: RotatingKVCache) -> tuple[mx.array, mx.array, int, int, int, int]:

@@ -4,6 +4,7 @@
 #include "block.cpp"
 #include "fused.cpp"
 #include "matmul.cpp"
+#include "experts.cpp"
 #include "recurrent.cpp"
 #include "rows.cpp"
 #include "runtime.cpp"

@@ -1,4 +1,5 @@
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
@@ -7,6 +8,7 @@
 #include <nanobind/stl/vector.h>
 #include "attention.h"
 #include "coded.h"
+#include "experts.h"
 #include "block.h"
 #include "fused.h"
 #include "matmul.h"
@@ -75,11 +77,16 @@ NB_MODULE(gnomon_kernels, m) {
       .def(nb::init<>())
       .def("add", &gnomon::Blocks::add, "norm"_a.none(), "eps"_a, "q"_a, "k"_a, "v"_a, "o"_a, "q_norm"_a.none(), "k_norm"_a.none(), "form"_a, "freqs"_a.none(), "scale"_a, "after"_a.none(),
            "after_eps"_a, "mlp_norm"_a.none(), "mlp_eps"_a, "gate"_a, "up"_a, "down"_a, "activation"_a, "mlp_after"_a.none(), "mlp_after_eps"_a);
-  m.def("run_blocks", &gnomon::run_blocks, "blocks"_a, "x"_a, "starts"_a, "buffers"_a, "before"_a.none(), "homes"_a = std::vector<int>{}, "stream"_a = nb::none());
+  if (nb::handle known = nb::type<gnomon::Pages>(); known.is_valid()) m.attr("Pages") = known;
+  else nb::class_<gnomon::Pages>(m, "Pages")
+      .def(nb::init<int, std::vector<std::vector<int>>, std::vector<int>, const std::vector<std::array<int, 4>>&>(), "size"_a, "rows"_a, "counts"_a, "fresh"_a);
+  m.def("run_blocks", &gnomon::run_blocks, "blocks"_a, "x"_a, "starts"_a, "buffers"_a, "before"_a.none(), "homes"_a = std::vector<int>{},
+        "rings"_a = std::vector<std::vector<int>>{}, "codes"_a = std::vector<std::optional<gnomon::CodesPair>>{}, "pages"_a.none() = nb::none(), "stream"_a = nb::none());
   m.def("heads", &gnomon::heads, "x"_a, "norm"_a.none(), "eps"_a, "q"_a, "k"_a, "v"_a, "q_norm"_a.none(), "k_norm"_a.none(), "form"_a, "offset"_a.none(), "freqs"_a.none(),
         "stream"_a = nb::none());
   m.def("attention_layer", &gnomon::attention_layer, "x"_a, "norm"_a.none(), "eps"_a, "q"_a, "k"_a, "v"_a, "o"_a, "q_norm"_a.none(), "k_norm"_a.none(), "form"_a, "offset"_a, "freqs"_a.none(),
-        "scale"_a, "keys"_a, "values"_a, "after"_a.none(), "after_eps"_a, "residual"_a.none(), "stream"_a = nb::none());
+        "scale"_a, "keys"_a, "values"_a, "after"_a.none(), "after_eps"_a, "residual"_a.none(), "ring"_a = std::vector<int>{}, "stream"_a = nb::none());
+  m.def("experts", &gnomon::experts, "x"_a, "norm"_a.none(), "eps"_a, "router"_a, "gate"_a, "up"_a, "down"_a, "chosen"_a, "normalised"_a, "activation"_a, "residual"_a, "stream"_a = nb::none());
   m.def("project", &gnomon::project, "x"_a, "p"_a, "norm"_a.none(), "eps"_a, "residual"_a.none(), "stream"_a = nb::none());
   m.def("gated_mlp", &gnomon::gated_mlp, "x"_a, "before"_a.none(), "before_eps"_a, "gate"_a, "up"_a, "down"_a, "activation"_a, "after"_a.none(), "after_eps"_a, "residual"_a,
         "stream"_a = nb::none());

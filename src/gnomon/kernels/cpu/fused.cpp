@@ -62,8 +62,8 @@ class Heads : public mx::Primitive {
 // buffers that were given: whoever needs what was appended depends on them.
 class AttentionLayer : public Heads {
  public:
-  AttentionLayer(mx::Stream s, HeadForm form, std::vector<Projection> p, bool norm, float eps, bool q_norm, bool k_norm, bool freqs, float scale, bool after, float after_eps, bool residual)
-      : Heads(s, form, std::move(p), norm, eps, q_norm, k_norm, true, freqs), scale_(scale), after_eps_(after_eps), after_(after), residual_(residual) {}
+  AttentionLayer(mx::Stream s, HeadForm form, std::vector<Projection> p, bool norm, float eps, bool q_norm, bool k_norm, bool freqs, float scale, bool after, float after_eps, bool residual, Ring ring)
+      : Heads(s, form, std::move(p), norm, eps, q_norm, k_norm, true, freqs), scale_(scale), after_eps_(after_eps), after_(after), residual_(residual), ring_(std::move(ring)) {}
   const char* name() const override { return "GnomonAttentionLayer"; }
   void eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) override {
     struct Work {
@@ -88,17 +88,20 @@ class AttentionLayer : public Heads {
       w->buffers.data[i] = out[1 + i].data<char>();
     }
     w->buffers.slots = out[1].shape(2);
+    w->buffers.ring = ring_;
     if (in[0].size() == 0) return;
     dispatch(name(), stream(), [w, x = Rows(in[0]), to = out[0].data<char>(), type = type_of(out[0].dtype()), batch = in[0].shape(0), length = static_cast<int64_t>(in[0].shape(1))] {
       w->parts.prepare(table());
       Room room;
-      w->parts.attend_rows(x, type, batch, length, starts(w->offset, batch).data(), nullptr, w->buffers, w->residual, to, room);
+      const std::vector<int32_t> first = starts(w->offset, batch);
+      w->parts.attend_rows(x, type, {batch, length, first.data()}, w->buffers, w->residual, to, room);
     });
   }
 
  private:
   float scale_, after_eps_;
   bool after_, residual_;
+  Ring ring_;
 };
 
 class Project : public Native {
@@ -185,7 +188,7 @@ std::vector<mx::array> heads(const mx::array& x, const std::optional<mx::array>&
 std::vector<mx::array> attention_layer(const mx::array& x, const std::optional<mx::array>& norm, float eps, const Projection& q, const Projection& k, const Projection& v, const Projection& o,
                                        const std::optional<mx::array>& q_norm, const std::optional<mx::array>& k_norm, const HeadForm& form, const mx::array& offset,
                                        const std::optional<mx::array>& freqs, float scale, const mx::array& keys, const mx::array& values, const std::optional<mx::array>& after, float after_eps,
-                                       const std::optional<mx::array>& residual, mx::StreamOrDevice s) {
+                                       const std::optional<mx::array>& residual, const std::vector<int>& ring, mx::StreamOrDevice s) {
   auto stream = mx::to_stream(s);
   std::vector<mx::array> in{x};
   if (norm) in.push_back(*norm);
@@ -201,7 +204,7 @@ std::vector<mx::array> attention_layer(const mx::array& x, const std::optional<m
   auto shape = x.shape();
   shape.back() = o.outputs();
   auto p = std::make_shared<AttentionLayer>(stream, form, std::vector<Projection>{q, k, v, o}, norm.has_value(), eps, q_norm.has_value(), k_norm.has_value(), freqs.has_value(), scale,
-                                            after.has_value(), after_eps, residual.has_value());
+                                            after.has_value(), after_eps, residual.has_value(), Ring::of(ring, x.shape(0), x.shape(1)));
   return mx::array::make_arrays({shape, keys.shape(), values.shape()}, {x.dtype(), keys.dtype(), values.dtype()}, p, in);
 }
 

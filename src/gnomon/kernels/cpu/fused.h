@@ -18,11 +18,12 @@ std::vector<mx::array> heads(const mx::array& x, const std::optional<mx::array>&
                              const std::optional<mx::array>& freqs, mx::StreamOrDevice s);
 // A whole attention layer: heads as above, appended at `offset` (int32 [B] or [1]) to keys [B or more, heads, slots, D] and values where they lie,
 // causal attention over each row's positions up to its own, then project with `o`. Returns its output and the buffers after the append: the given
-// ones must not be read beyond the rows' offsets by anything else.
+// ones must not be read beyond the rows' offsets by anything else. `ring` is [] or [size, window, a phase for each row]: position p of row b then is at
+// slot (p - phase) % size, a query sees the last `window` positions up to its own, and nothing else may read the buffers at all.
 std::vector<mx::array> attention_layer(const mx::array& x, const std::optional<mx::array>& norm, float eps, const Projection& q, const Projection& k, const Projection& v, const Projection& o,
                                        const std::optional<mx::array>& q_norm, const std::optional<mx::array>& k_norm, const HeadForm& form, const mx::array& offset,
                                        const std::optional<mx::array>& freqs, float scale, const mx::array& keys, const mx::array& values, const std::optional<mx::array>& after, float after_eps,
-                                       const std::optional<mx::array>& residual, mx::StreamOrDevice s);
+                                       const std::optional<mx::array>& residual, const std::vector<int>& ring, mx::StreamOrDevice s);
 // p(x), then RMS-normalised if there is a `norm`, then added to `residual` if there is one.
 mx::array project(const mx::array& x, const Projection& p, const std::optional<mx::array>& norm, float eps, const std::optional<mx::array>& residual, mx::StreamOrDevice s);
 // down(activation(gate(n)) * up(n)) for n = x, RMS-normalised if there is a `before`; the result normalised if there is an `after`, then added to x if `residual`.

@@ -499,4 +499,25 @@ const float* Operands::bias() {
   table().to_f32(bias_->data(), bias_type_, n, wide_bias_.data());
   return wide_bias_.data();
 }
+
+Stack::Stack(const Projection& p, const std::vector<mx::array>& in, size_t& next)
+    : n(p.w.shape(1)), k_(p.scales ? p.scales->shape(2) * p.group : p.w.shape(2)), group_(p.group), bits_(p.bits), integer_(p.integer), tiled_(p.tiled), type_(type_of(p.type())) {
+  w_.emplace(in[next++]);
+  if (!p.scales) return;
+  scales_.emplace(in[next++]);
+  biases_.emplace(in[next++]);
+}
+void Stack::prepare() {
+  data_ = w_->data();
+  if (!scales_) return;
+  scale_data_ = scales_->data();
+  bias_data_ = biases_->data();
+}
+Weights Stack::weights(int64_t e) const {
+  const int64_t size = static_cast<int64_t>(type_size(type_));
+  if (!scales_)
+    return Weights{reinterpret_cast<const uint8_t*>(data_ + e * n * k_ * size), nullptr, nullptr, k_ * size, k_, BLOCK, type_ == F32 ? D_F32 : type_ == F16 ? D_F16 : D_BF16, F32};
+  const int64_t matrix = e * n * k_ * bits_ / 8, scale = e * n * (k_ / group_) * size;
+  return quantised(data_ + matrix, scale_data_ + scale, bias_data_ + scale, k_, group_, bits_, type_, integer_, tiled_ ? n : 0);
+}
 }  // namespace gnomon

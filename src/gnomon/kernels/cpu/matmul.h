@@ -65,4 +65,20 @@ class Operands {
   std::vector<float> wide_bias_;
 };
 
+// Matrices [E, N, K] of experts, from a primitive's inputs in the same way.
+class Stack {
+ public:
+  Stack(const Projection& p, const std::vector<mx::array>& in, size_t& next);
+  void prepare();
+  Weights weights(int64_t e) const;
+  int n;
+
+ private:
+  int k_, group_, bits_;
+  bool integer_, tiled_;
+  Type type_;
+  std::optional<Packed> w_, scales_, biases_;
+  const char *data_ = nullptr, *scale_data_ = nullptr, *bias_data_ = nullptr;
+};
+
 }  // namespace gnomon

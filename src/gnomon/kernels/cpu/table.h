@@ -79,6 +79,10 @@ struct Table {
   void (*decode_codes)(const RowCodes& c, const uint8_t* row, int64_t pitch, int rows, int from, int count, float* out, int64_t ldo);
   void (*encode_codes)(const RowCodes& c, const float* x, uint8_t* row, float* room);  // `room` holds dim floats
   void (*turn_back)(const RowCodes& c, float* x);                                      // what ROTATED turned
+  // `scores` over rows of codes that are `pitch` bytes apart; `room` holds what they stand for.
+  void (*scores_of_codes)(const RowCodes& c, const uint8_t* row, int64_t pitch, int keys, const float* q, int64_t ldq, int rows, float scale, float* s, int64_t lds, float* room);
+  // `weigh` over elements [from, from + count) of rows of codes, where that pays: for few rows. Whether it was done.
+  bool (*weigh_codes)(const RowCodes& c, const uint8_t* row, int64_t pitch, int keys, int from, int count, const float* p, int64_t ldp, int rows, float* o, int64_t ldo);
 };
 
 const Table* table_portable();
