@@ -41,6 +41,10 @@ COMPILERS = ("c++", "g++", "clang++")
 NANOBIND = ("3.0.1", "3.1.0")
 """Versions of nanobind that exchange arrays with mlx 0.32.4."""
 LOCK_SECONDS = 900.0
+ROOMS, OWNER = "building-", "owner.lock"
+"""Directories in which builds are made, and the file in each that its process holds a lock on."""
+ABANDONED_SECONDS = 3600.0
+"""Age from which a room without that file is nobody's."""
 
 _COMMON = (
     "-std=c++20",
@@ -370,12 +374,26 @@ def _run(line: list[str]) -> None:
         raise BuildError(f"compiling native kernels failed: {errors[0].strip()}", log=done.stderr)
 
 
+def clear_abandoned(cache: Path) -> None:
+    """Remove what builds left whose process was killed: the system took their locks back, on whichever machine they ran."""
+    for room in cache.glob(f"{ROOMS}*"):
+        try:
+            if (room / OWNER).exists():
+                with FileLock(room / OWNER, timeout=0):
+                    shutil.rmtree(room)
+            elif time.time() - room.stat().st_mtime > ABANDONED_SECONDS:
+                shutil.rmtree(room)
+        except (Timeout, OSError):
+            continue  # its owner works on, or another process was first
+
+
 def _build(extension: Extension, build: Build, cache: Path, progress: Callable[[str], None]) -> Build:
     tools, home = build.toolchain, build.path.parent
     what = f"{', '.join(tools.isas)} with {tools.compiler_version}" if extension.takes_isas else tools.compiler_version
     progress(f"Building the {extension.what} for {what} (once on this machine, about 10 s)")
     start = time.monotonic()
-    with tempfile.TemporaryDirectory(dir=cache, prefix="building-") as room:
+    clear_abandoned(cache)
+    with tempfile.TemporaryDirectory(dir=cache, prefix=ROOMS) as room, FileLock(Path(room) / OWNER):
         objects, result = Path(room), Path(room) / "result"
         result.mkdir(mode=0o700)
         commands = compile_commands(tools, objects, extension)

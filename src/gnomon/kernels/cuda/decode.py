@@ -34,6 +34,7 @@ from gnomon.kernels.cuda import attention, coded_attention, experts, graphs
 from gnomon.kernels.cuda.experts import Mixture
 from gnomon.kernels.cuda.graphs import Graphs
 from gnomon.kernels.cuda.products import MOST_ROWS, Normed, Weights, add, embed, gated, product
+from gnomon.kernels.cuda.record import roomy
 from gnomon.kernels.dispatch import thread, uncovered
 
 log = logging.getLogger(__name__)
@@ -186,7 +187,7 @@ class Decoder:
         inputs = [tokens, *buffers]
         logits = self._last.run(inputs, lengths) if self._last is not None else None
         if logits is None:
-            shapes = tuple((array.shape, array.dtype) for array in inputs)
+            shapes = tuple((roomy(array.shape), array.dtype) for array in inputs)
             graph = self._made.pop(shapes, None)
             try:
                 rows = tokens.shape[0]
