@@ -16,7 +16,7 @@ from caches import converted
 from gnomon.cli import _model, doctor
 from gnomon.cli._verbs import CommandError
 from gnomon.cli.main import main
-from gnomon.kernels import build
+from gnomon.kernels import build, native
 
 Look = Callable[..., tuple[int, dict[str, dict[str, Any]]]]
 
@@ -46,6 +46,21 @@ def test_a_sound_machine(look: Look, tmp_path: Path) -> None:
     assert not (tmp_path / "cache").exists(), "looking makes nothing"
     assert found["model"]["state"] == "note"
     assert "SmolLM2" in found["model"]["remedy"]
+
+
+def test_what_kernels_are_on_an_nvidia_gpu(look: Look, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "is_cuda", lambda: True)
+    monkeypatch.setattr("gnomon.models.backend.backend", lambda: "cuda")
+
+    def kernels(*words: str) -> str:
+        status, found = look(*words)
+        assert (status, found["kernels"]["state"]) == (0, "ok")
+        return found["kernels"]["found"]
+
+    assert kernels() == "stock operations (what auto means on cuda)"
+    assert kernels("--kernels", "native").startswith("native for CUDA, compiled when first used: quantized_matmul")
+    assert kernels("--l1") == "stock operations (asked for)"
+    assert kernels("--kernels", "int8") == "stock operations (int8 ones are for CPUs, this is cuda)"
 
 
 def test_models_that_are_here_and_one_that_is_not(look: Look, tmp_path: Path) -> None:

@@ -112,27 +112,22 @@ struct Words {
   long long row, head, slot;  // strides
 };
 
-__device__ __forceinline__ void copy_async(void* into, const void* from, bool sixteen) {
-  const unsigned at = (unsigned)__cvta_generic_to_shared(into);
-  if (sixteen) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(at), "l"(from) : "memory");
-  } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(at), "l"(from) : "memory");
+// `count` rows of words into shared memory word by word, by one warp.
+template <typename C>
+__device__ __forceinline__ void copy_rows(char* into, const unsigned* from, long long slot, int count) {
+#pragma unroll 1
+  for (int c = threadIdx.x & 31; c < count * C::WORDS; c += 32) {
+    const unsigned at = (unsigned)__cvta_generic_to_shared(into + c * 4);
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(at), "l"(from + c / C::WORDS * slot + c % C::WORDS) : "memory");
   }
 }
 
-// `count` rows of words into shared memory, by one warp. Whole rows in a block of memory go 16 bytes at a time.
-template <typename C>
-__device__ __forceinline__ void fetch(char* into, const unsigned* from, long long slot, int count, bool whole) {
-  const int lane = threadIdx.x & 31;
-  if (whole) {
-    const int sixteens = count * C::WORDS / 4;
-    for (int c = lane; c < sixteens; c += 32) copy_async(into + c * 16, from + c * 4, true);
-    if (sixteens * 4 + lane < count * C::WORDS) copy_async(into + (sixteens * 4 + lane) * 4, from + sixteens * 4 + lane, false);
-  } else {
-    for (int c = lane; c < count * C::WORDS; c += 32)
-      copy_async(into + c * 4, from + c / C::WORDS * slot + c % C::WORDS, false);
-  }
+// Whole blocks of memory, by one thread; `barrier` waits for their bytes.
+__device__ __forceinline__ void copy_block(char* into, const unsigned* from, int bytes, unsigned barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   (unsigned)__cvta_generic_to_shared(into)),
+               "l"(from), "r"(bytes), "r"(barrier)
+               : "memory");
 }
 
 constexpr int TILE_KEYS = 16;
@@ -165,6 +160,7 @@ struct CodedShared {
     float cosine[D / 2], sine[D / 2], k[D], v[D];
     unsigned char places[2][D];
   } fresh;
+  unsigned long long ready[ATTENTION_WARPS][Stages<K, V>::COUNT];
   unsigned key[K::WORDS], value[V::WORDS];
   unsigned levels[V::CODING == ROTATED ? V::LEVELS : 1];
   float unit[8], sum_q[8][K::GROUPS];
@@ -334,7 +330,8 @@ __device__ __forceinline__ void take(Running<K, V>& mine, const char* keys, cons
   }
 }
 
-// Where a block's keys and values lie, and its warps' tiles of them.
+// Where a block's keys and values lie, and its warps' tiles of them: tile `warp`, `warp` + 4, ... Whole tiles come as blocks of memory, the last one
+// of a row, and rows that don't lie one behind the other, word by word.
 template <typename K, typename V>
 struct Tiles {
   using S = Stages<K, V>;
@@ -343,26 +340,61 @@ struct Tiles {
   int k0, k1, held, count;
   bool whole;
   char* room;
+  unsigned ready;
 
   // Slots of a stretch up to `last`, which is not there yet if `has_new`.
+  template <typename Shared>
   __device__ __forceinline__ Tiles(const unsigned* keys, long long key_slot, const unsigned* values, long long value_slot, int stretch,
-                                   int size, int last, bool has_new, char* all)
+                                   int size, int last, bool has_new, Shared& shared)
       : keys(keys), values(values), key_slot(key_slot), value_slot(value_slot), k0(stretch * size), k1(min(last + 1, k0 + size)),
         held(has_new ? last : k1), count((k1 - k0 + TILE_KEYS - 1) / TILE_KEYS),
         whole(key_slot == K::WORDS && value_slot == V::WORDS && !((size_t)keys & 15) && !((size_t)values & 15)),
-        room(all + (threadIdx.x >> 5) * S::COUNT * S::TILE) {}
+        room(shared.tiles + (threadIdx.x >> 5) * S::COUNT * S::TILE),
+        ready((unsigned)__cvta_generic_to_shared(&shared.ready[threadIdx.x >> 5][0])) {}
+
+  __device__ __forceinline__ int rows(int tile) const { return min(TILE_KEYS, held - k0 - tile * TILE_KEYS); }
 
   __device__ __forceinline__ void ask(int tile, int stage) const {
-    const int first = k0 + tile * TILE_KEYS, n = min(TILE_KEYS, held - first);
-    if (tile < count && n > 0) {
-      fetch<K>(room + stage * S::TILE, keys + first * key_slot, key_slot, n, whole);
-      fetch<V>(room + stage * S::TILE + S::KEYS, values + first * value_slot, value_slot, n, whole);
+    if (tile >= count) return;
+    const int n = rows(tile);
+    const long long first = k0 + tile * TILE_KEYS;
+    char* into = room + stage * S::TILE;
+    if (whole && n == TILE_KEYS) {
+      if ((threadIdx.x & 31) == 0) {
+        const unsigned barrier = ready + stage * 8;
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(TILE_KEYS * (K::ROW + V::ROW))
+                     : "memory");
+        copy_block(into, keys + first * K::WORDS, TILE_KEYS * K::ROW, barrier);
+        copy_block(into + S::KEYS, values + first * V::WORDS, TILE_KEYS * V::ROW, barrier);
+      }
+    } else if (n > 0) {
+      copy_rows<K>(into, keys + first * key_slot, key_slot, n);
+      copy_rows<V>(into + S::KEYS, values + first * value_slot, value_slot, n);
     }
-    asm volatile("cp.async.commit_group;" ::: "memory");
   }
   __device__ __forceinline__ void begin() const {
+    if ((threadIdx.x & 31) == 0) {
+#pragma unroll
+      for (int s = 0; s < S::COUNT; ++s) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(ready + s * 8) : "memory");
+      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncwarp();
 #pragma unroll
     for (int s = 0; s < S::COUNT - 1; ++s) ask((threadIdx.x >> 5) + s * ATTENTION_WARPS, s);
+  }
+  // Until the tile is there that the warp takes as its `turn`-th.
+  __device__ __forceinline__ void wait(int tile, int turn) const {
+    if (whole && rows(tile) == TILE_KEYS) {
+      unsigned done = 0;
+      while (!done)
+        asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+                     : "=r"(done)
+                     : "r"(ready + turn % S::COUNT * 8), "r"(turn / S::COUNT & 1)
+                     : "memory");
+    } else {
+      asm volatile("cp.async.wait_all;" ::: "memory");
+    }
+    __syncwarp();
   }
 };
 
@@ -384,11 +416,10 @@ __device__ __forceinline__ void attend_codes(CodedShared<K, V, HEADS, MOST>& sha
 #pragma unroll
   for (int i = 0; i < K::GROUPS; ++i) sum_q[i] = shared.sum_q[g][i];
   const float unit = shared.unit[g];
-  int stage = 0;
-  for (int tile = warp; tile < tiles.count; tile += ATTENTION_WARPS) {
-    asm volatile("cp.async.wait_group %0;" ::"n"(S::COUNT - 2) : "memory");
-    __syncwarp();
-    tiles.ask(tile + (S::COUNT - 1) * ATTENTION_WARPS, stage == 0 ? S::COUNT - 1 : stage - 1);
+  for (int tile = warp, turn = 0; tile < tiles.count; tile += ATTENTION_WARPS, ++turn) {
+    tiles.wait(tile, turn);
+    tiles.ask(tile + (S::COUNT - 1) * ATTENTION_WARPS, (turn + S::COUNT - 1) % S::COUNT);
+    const int stage = turn % S::COUNT;
     char *at = tiles.room + stage * S::TILE, *values_at = at + S::KEYS;
     const int first = tiles.k0 + tile * TILE_KEYS, valid = min(TILE_KEYS, tiles.k1 - first);
     if (has_new && first + valid == last + 1) {
@@ -398,9 +429,7 @@ __device__ __forceinline__ void attend_codes(CodedShared<K, V, HEADS, MOST>& sha
     }
     take<K, V>(mine, at, values_at, valid, shared.queries, shared.levels, sum_q, unit);
     __syncwarp();
-    stage = stage + 1 == S::COUNT ? 0 : stage + 1;
   }
-  asm volatile("cp.async.wait_all;" ::: "memory");
   __syncthreads();
   // The four lanes of a head, then the warps, then the stretches.
   mine.sum += across(mine.sum, 1);
@@ -510,7 +539,7 @@ __device__ __forceinline__ void attend_over_codes(const T* q, Place at, int q_he
   const int last = starts[num_starts == 1 ? 0 : b] + i, size = stretch_size<MOST>(last), used = last / size + 1;
   if ((int)blockIdx.x >= used) return;
   const Tiles<K, V> tiles(keys.p + b * keys.row + kv * keys.head, keys.slot, values.p + b * values.row + kv * values.head, values.slot,
-                          blockIdx.x, size, last, false, shared.tiles);
+                          blockIdx.x, size, last, false, shared);
   tiles.begin();
   load_levels<V>(shared, table);
   for (int e = threadIdx.x; e < HEADS * D; e += ATTENTION_WARPS * 32)
@@ -539,7 +568,7 @@ __device__ __forceinline__ void append_and_attend(const __nv_bfloat16* qkv, Word
   const bool has_new = stretch == used - 1;
   auto& fresh = shared.fresh;
   unsigned *key = keys.p + b * keys.row + kv * keys.head, *value = values.p + b * values.row + kv * values.head;
-  const Tiles<K, V> tiles(key, keys.slot, value, values.slot, stretch, size, length, has_new, shared.tiles);
+  const Tiles<K, V> tiles(key, keys.slot, value, values.slot, stretch, size, length, has_new, shared);
   tiles.begin();
   load_levels<V>(shared, table);
   for (int i = threadIdx.x; i < D / 2; i += ATTENTION_WARPS * 32) sincosf((float)length * inverse[i], &fresh.sine[i], &fresh.cosine[i]);

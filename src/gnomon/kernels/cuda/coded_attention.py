@@ -75,6 +75,12 @@ class Cut:
         return min(self.most_stretches, -(-slots // STRETCH))
 
 
+def _residents(values: Key) -> int:
+    """Blocks per multiprocessor to leave registers for."""
+    coding, _, _, size, _ = values
+    return 5 if size == 64 else 3 if coding == ROTATED else 4
+
+
 _WORDS = "gnomon::Words{{const_cast<unsigned*>({0}), {0}_strides[0], {0}_strides[1], {0}_strides[2]}}"
 
 
@@ -87,7 +93,16 @@ def _over(keys: Key, values: Key, cut: Cut, dtype: mx.Dtype, scale: float) -> Ke
       starts, starts_shape[0], table, {scale!r}f, const_cast<int*>(counters), out, parts);
 """
     names = ["q", "keys", "values", "starts", "table", "counters"]
-    return make("over_codes", FILES, names, ["out", "parts"], body, block=BLOCK, any_strides=True)
+    return make(
+        "over_codes",
+        FILES,
+        names,
+        ["out", "parts"],
+        body,
+        block=BLOCK,
+        blocks_per_processor=_residents(values),
+        any_strides=True,
+    )
 
 
 def attend_over_codes(
@@ -121,7 +136,17 @@ def _appending(form: Form, keys: Key, values: Key) -> Kernel:
 """
     names = ["qkv", "keys", "values", "lengths", "inverse", "table", "counters"]
     names += ["q_norm", "k_norm"] if form.normed else []
-    return make("append_codes", FILES, names, ["out", "parts"], body, block=BLOCK, any_strides=True, waits=True)
+    return make(
+        "append_codes",
+        FILES,
+        names,
+        ["out", "parts"],
+        body,
+        block=BLOCK,
+        blocks_per_processor=_residents(values),
+        any_strides=True,
+        waits=True,
+    )
 
 
 def append_and_attend(

@@ -32,6 +32,7 @@ from gnomon.kernels.build import BuildError
 from gnomon.kernels.cuda import attention, coded_attention, graphs
 from gnomon.kernels.cuda.graphs import Graphs
 from gnomon.kernels.cuda.products import MOST_ROWS, Weights, add, embed, gated, product
+from gnomon.kernels.cuda.record import roomy
 from gnomon.kernels.dispatch import thread, uncovered
 
 log = logging.getLogger(__name__)
@@ -80,7 +81,7 @@ class Decoder:
         self.eps = eps
         self._owners, self._names, self._parts = zip(*watched, strict=True) if watched else ((), (), ())
         self._shapes: set[tuple[int, ...]] = set()
-        self._made: dict[tuple[tuple[tuple[int, ...], mx.Dtype], ...], Any] = {}
+        self._made: dict[tuple[Codings, tuple[tuple[tuple[int, ...], mx.Dtype], ...]], Any] = {}
         self._last: Any = None
         self._codes: Codings = (None,) * len(layers)
         self._counters = mx.zeros(MOST_ROWS * max(layer.form.blocks_per_row for layer in layers), dtype=mx.int32)
@@ -131,7 +132,6 @@ class Decoder:
             self._codes = codes
             self._shapes.clear()
             self._compiled = mx.compile(self._forward)
-            self._made.clear()
             self._last = None
         rows = caches[0].rows
         logits = self._launched(tokens, rows.lengths, buffers)
@@ -157,8 +157,8 @@ class Decoder:
         inputs = [tokens, *buffers]
         logits = self._last.run(inputs, lengths) if self._last is not None else None
         if logits is None:
-            shapes = tuple((array.shape, array.dtype) for array in inputs)
-            graph = self._made.pop(shapes, None)
+            key = self._codes, tuple((roomy(array.shape), array.dtype) for array in inputs)
+            graph = self._made.pop(key, None)
             try:
                 rows = tokens.shape[0]
                 graph = graph or self.graphs.make(inputs, rows, self.chain, [rows, 1, self.head.outputs])
@@ -171,7 +171,7 @@ class Decoder:
                 return None
             if len(self._made) == MOST_GRAPHS:
                 del self._made[next(iter(self._made))]
-            self._last = self._made[shapes] = graph
+            self._last = self._made[key] = graph
             logits = graph.run(inputs, lengths)
         return logits
 

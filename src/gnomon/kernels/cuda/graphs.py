@@ -24,6 +24,7 @@ from gnomon.kernels.cuda.record import (
     Symbol,
     parameters,
     record,
+    roomy,
     row_major,
     signature,
     text,
@@ -63,8 +64,8 @@ def take(tokens: Any, lengths: Any) -> tuple[mx.array, mx.array]:
 
 
 FIRST_EARLY = 2
-"""The first kernel of a chain that is started before the one in front of it has ended. What the very first one writes (tokens, lengths) all
-others may then read before they wait."""
+"""The first kernel of a chain that may be started before the one in front of it has ended: what the very first one writes (tokens,
+lengths) all others may then read before they wait."""
 
 
 class Graphs:
@@ -107,7 +108,7 @@ class Graphs:
         launches: list[Any] = []
         for number, (call, module) in enumerate(zip(plan.calls, modules, strict=True)):
             values = [self._value(one, plan, arrays, places, offsets) for one in found[number]]
-            is_early = number >= FIRST_EARLY
+            is_early = call.kernel.waits and number >= FIRST_EARLY
             shared = call.kernel.shared_memory
             launches.append(self._extension.Launch(module, list(call.grid), call.block, shared, is_early, values))
         result = plan.result
@@ -115,7 +116,12 @@ class Graphs:
             raise ValueError("the step has no result")
         mx.eval(arrays)
         return self._extension.Graph(
-            self._order, launches, arrays, list(inputs), list(shape or result.shape), result.dtype
+            self._order,
+            launches,
+            arrays,
+            [(list(roomy(a.shape)), a.dtype) for a in inputs],
+            list(shape or result.shape),
+            result.dtype,
         )
 
     def _compiled(self, kernels: Sequence[tuple[Kernel, str]]) -> list[Any]:
@@ -145,6 +151,8 @@ class Graphs:
         if what == "numbers":
             return ext.numbers()
         if what == "shape":
+            if isinstance(value, Symbol) and value.kind == "input":
+                return ext.shape(value.index)
             return ext.value(struct.pack(f"{MOST_AXES}i", *_padded(value.shape)))
         if what == "strides":
             if isinstance(value, Symbol) and value.kind == "input":

@@ -29,6 +29,8 @@ TYPES = {
     mx.bool_: "bool",
 }
 MOST_AXES, MOST_NUMBERS, ALIGNMENT = 8, 32, 256
+SLOTTED, SLOTS, LEAST_SLOTS = 4, 2, 512
+"""Inputs of four axes are buffers whose third axis are slots."""
 
 PRELUDE = f"""
 struct Shape {{ int n[{MOST_AXES}]; __device__ int operator[](int i) const {{ return n[i]; }} }};
@@ -38,13 +40,6 @@ struct Numbers {{ int n[{MOST_NUMBERS}]; __device__ int operator[](int i) const 
 #define INFINITY __int_as_float(0x7f800000)
 #endif
 """
-
-
-WAIT = """
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-"""
-"""What a kernel that doesn't wait by itself begins with: it may be started before the one in front of it has ended."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -138,13 +133,25 @@ class Plan:
         return offsets, end
 
 
+def roomy(shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape of which a step is recorded for an input of this one: buffers [rows, heads, slots, ...] have 512, 1024, ... slots.
+
+    Kernels take positions from the rows' lengths, strides from the buffers themselves; more slots only make more blocks that end at once.
+    """
+    if len(shape) != SLOTTED:
+        return tuple(shape)
+    return (*shape[:SLOTS], max(LEAST_SLOTS, 1 << (shape[SLOTS] - 1).bit_length()), *shape[SLOTS + 1 :])
+
+
 def record(inputs: Sequence[mx.array], numbers: int, step: Callable[..., mx.array]) -> Plan:
-    """The plan of `step(numbers, *inputs)`, whose result must be made by a kernel. `numbers` int32 of the step come from the host.
+    """The plan of `step(numbers, *inputs)`, whose result must be made by a kernel, for inputs of their `roomy` shapes.
+
+    `numbers` int32 of the step come from the host.
 
     Raises ValueError if something but a kernel was to be done with a stand-in.
     """
     plan = Plan(inputs=len(inputs))
-    symbols = [Symbol("input", i, tuple(a.shape), a.dtype) for i, a in enumerate(inputs)]
+    symbols = [Symbol("input", i, roomy(a.shape), a.dtype) for i, a in enumerate(inputs)]
     thread.recorder = plan
     try:
         result: Any = step(Symbol("numbers", 0, (numbers,), mx.int32), *symbols)
@@ -191,7 +198,7 @@ def text(kernel: Kernel, signature: str) -> str:
     return (
         f"{PRELUDE}{kernel.includes}"
         f'extern "C" __global__ void __launch_bounds__({kernel.block}, {kernel.blocks_per_processor}) '
-        f"{kernel.full_name}({signature}) {{\n{'' if kernel.waits else WAIT}{kernel.body}\n}}\n"
+        f"{kernel.full_name}({signature}) {{\n{kernel.body}\n}}\n"
     )
 
 

@@ -86,6 +86,7 @@ class Kernel:
             ",".join(self.outputs),
             str(self.block),
             str(self.blocks_per_processor),
+            str(self.shared_memory),
         )
         return f"gnomon_{self.name}_{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:12]}"
 
@@ -152,7 +153,7 @@ def make(
     `block` threads and `blocks_per_processor` bound its registers; `shared_memory` is a block's dynamic share in bytes. With `any_strides`,
     inputs that are not contiguous are passed as they are, otherwise MLX copies them. A kernel that `waits` runs
     `griddepcontrol.wait` in every thread before it reads or writes what another kernel of its step makes or reads, weights and lengths
-    excepted; before any other kernel of a graph that is done for it.
+    excepted, so in a graph it may be started before the kernel in front of it has ended.
     """
     return Kernel(
         name,

@@ -40,6 +40,7 @@ NB_MODULE(gnomon_cuda, m) {
   nb::class_<Parameter>(m, "Parameter");
   m.def("array", [](int index, int64_t offset) { return Parameter{Parameter::ARRAY, index, offset}; }, "index"_a, "offset"_a = 0);
   m.def("input", &numbered<Parameter::INPUT>, "index"_a);
+  m.def("shape", &numbered<Parameter::SHAPE>, "index"_a);
   m.def("strides", &numbered<Parameter::STRIDES>, "index"_a);
   m.def("numbers", [] { return Parameter{Parameter::NUMBERS}; });
   m.def("output", [] { return Parameter{Parameter::OUTPUT}; });
@@ -49,9 +50,11 @@ NB_MODULE(gnomon_cuda, m) {
   }, "module"_a, "grid"_a, "block"_a, "shared"_a, "early"_a, "parameters"_a);
   nb::class_<OrderHandle>(m, "Order").def(nb::init<>());
   nb::class_<GraphHandle>(m, "Graph")
-      .def("__init__", [](GraphHandle* self, const OrderHandle& order, std::vector<Launch> launches, std::vector<mlx::core::array> arrays, const std::vector<mlx::core::array>& like, const std::vector<int>& shape, mlx::core::Dtype type) {
-        new (self) GraphHandle{std::make_shared<Graph>(order.order, std::move(launches), std::move(arrays), like, mlx::core::Shape(shape.begin(), shape.end()), type)};
-      }, "order"_a, "launches"_a, "arrays"_a, "like"_a, "shape"_a, "type"_a)
+      .def("__init__", [](GraphHandle* self, const OrderHandle& order, std::vector<Launch> launches, std::vector<mlx::core::array> arrays, const std::vector<std::pair<std::vector<int>, mlx::core::Dtype>>& inputs, const std::vector<int>& shape, mlx::core::Dtype type) {
+        std::vector<std::pair<mlx::core::Shape, mlx::core::Dtype>> like;
+        for (const auto& [s, t] : inputs) like.emplace_back(mlx::core::Shape(s.begin(), s.end()), t);
+        new (self) GraphHandle{std::make_shared<Graph>(order.order, std::move(launches), std::move(arrays), std::move(like), mlx::core::Shape(shape.begin(), shape.end()), type)};
+      }, "order"_a, "launches"_a, "arrays"_a, "inputs"_a, "shape"_a, "type"_a)
       .def_prop_ro("counts", [](const GraphHandle& self) { return self.graph->counts(); })
       .def("run", [](const GraphHandle& self, std::vector<mlx::core::array> inputs, std::vector<int> numbers, mlx::core::StreamOrDevice stream) {
         return gnomon::run(self.graph, std::move(inputs), std::move(numbers), stream);

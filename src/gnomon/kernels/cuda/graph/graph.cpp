@@ -11,12 +11,14 @@ namespace {
 
 constexpr int MOST_NUMBERS = 32;
 constexpr int MOST_AXES = 8;
+constexpr int SLOTTED = 4, SLOTS = 2, LEAST_SLOTS = 512;
 
 const mx::cu::CudaBuffer& buffer_of(const mx::array& a) { return *static_cast<const mx::cu::CudaBuffer*>(a.buffer().ptr()); }
 const char* data_of(const mx::array& a) { return static_cast<const char*>(buffer_of(a).data) + a.offset(); }
 
 size_t size_of(const Parameter& p) {
   switch (p.kind) {
+    case Parameter::SHAPE: return MOST_AXES * sizeof(int);
     case Parameter::STRIDES: return MOST_AXES * sizeof(int64_t);
     case Parameter::NUMBERS: return MOST_NUMBERS * sizeof(int);
     case Parameter::BYTES: return p.bytes.size();
@@ -82,9 +84,8 @@ class OutputPool : public std::enable_shared_from_this<OutputPool> {
   std::vector<void*> free_;
 };
 
-Graph::Graph(std::shared_ptr<Order> order, std::vector<Launch> launches, std::vector<mx::array> arrays, const std::vector<mx::array>& like, mx::Shape shape, mx::Dtype type)
-    : order_(std::move(order)), launches_(std::move(launches)), arrays_(std::move(arrays)), shape_(std::move(shape)), type_(type), at_(arrays_.size()), in_(like.size()) {
-  for (const auto& a : like) inputs_.emplace_back(a.shape(), a.dtype());
+Graph::Graph(std::shared_ptr<Order> order, std::vector<Launch> launches, std::vector<mx::array> arrays, std::vector<std::pair<mx::Shape, mx::Dtype>> inputs, mx::Shape shape, mx::Dtype type)
+    : order_(std::move(order)), launches_(std::move(launches)), arrays_(std::move(arrays)), inputs_(std::move(inputs)), shape_(std::move(shape)), type_(type), at_(arrays_.size()), in_(inputs_.size()) {
   for (size_t i = 0; i < arrays_.size(); ++i) {
     const auto& a = arrays_[i];
     if (!a.is_available() || !a.flags().row_contiguous) throw std::invalid_argument("arrays that a graph holds must be evaluated and contiguous");
@@ -99,7 +100,7 @@ Graph::Graph(std::shared_ptr<Order> order, std::vector<Launch> launches, std::ve
       begins.push_back(size);
       size += size_of(p);
       if (p.kind == Parameter::ARRAY) at_.at(p.index).users.push_back(i);
-      if (p.kind == Parameter::INPUT || p.kind == Parameter::STRIDES) in_.at(p.index).users.push_back(i);
+      if (p.kind == Parameter::INPUT || p.kind == Parameter::SHAPE || p.kind == Parameter::STRIDES) in_.at(p.index).users.push_back(i);
       if (p.kind == Parameter::OUTPUT) out_.users.push_back(i);
       if (p.kind == Parameter::NUMBERS) counted_.push_back(i);
     }
@@ -120,7 +121,16 @@ Graph::~Graph() {
 }
 
 bool Graph::takes(const std::vector<mx::array>& inputs) const {
-  return std::equal(inputs.begin(), inputs.end(), inputs_.begin(), inputs_.end(), [](const mx::array& a, const auto& like) { return a.shape() == like.first && a.dtype() == like.second; });
+  return std::equal(inputs.begin(), inputs.end(), inputs_.begin(), inputs_.end(), [](const mx::array& a, const auto& like) {
+    const auto& [shape, type] = like;
+    if (a.dtype() != type || a.ndim() != shape.size()) return false;
+    for (int i = 0; i < int(a.ndim()); ++i) {
+      const int n = a.shape(i), most = shape[i];
+      const bool fits = int(a.ndim()) == SLOTTED && i == SLOTS ? n <= most && (most <= LEAST_SLOTS || n > most / 2) : n == most;
+      if (!fits) return false;
+    }
+    return true;
+  });
 }
 
 void Graph::changed(Place& place) {
@@ -136,6 +146,13 @@ void Graph::fill(int i, const std::vector<mx::array>& inputs, const std::vector<
     switch (one.kind) {
       case Parameter::BYTES: std::memcpy(values[p], one.bytes.data(), one.bytes.size()); continue;
       case Parameter::NUMBERS: std::memcpy(values[p], numbers.data(), numbers.size() * sizeof(int)); continue;
+      case Parameter::SHAPE: {
+        const auto& shape = inputs[one.index].shape();
+        int whole[MOST_AXES] = {};
+        std::copy(shape.begin(), shape.end(), whole);
+        std::memcpy(values[p], whole, sizeof(whole));
+        continue;
+      }
       case Parameter::STRIDES: {
         const auto& strides = inputs[one.index].strides();
         int64_t wide[MOST_AXES] = {};
@@ -192,7 +209,10 @@ void Graph::run(mx::Stream stream, const std::vector<mx::array>& inputs, const s
   }
   for (size_t i = 0; i < in_.size(); ++i) {
     const void* data = data_of(inputs[i]);
-    if (in_[i].data != data || in_[i].strides != inputs[i].strides()) in_[i].data = data, in_[i].strides = inputs[i].strides(), changed(in_[i]);
+    const int slots = inputs[i].ndim() == SLOTTED ? inputs[i].shape(SLOTS) : 0;
+    if (in_[i].data == data && in_[i].slots == slots && in_[i].strides == inputs[i].strides()) continue;
+    in_[i].data = data, in_[i].slots = slots, in_[i].strides = inputs[i].strides();
+    changed(in_[i]);
   }
   if (out_.data != data_of(out)) out_.data = data_of(out), changed(out_);
   for (int i : counted_) nodes_[i].changed = true;

@@ -33,7 +33,7 @@ class Module {
 
 // What a kernel's parameter is.
 struct Parameter {
-  enum Kind { ARRAY, INPUT, STRIDES, NUMBERS, OUTPUT, BYTES } kind;
+  enum Kind { ARRAY, INPUT, SHAPE, STRIDES, NUMBERS, OUTPUT, BYTES } kind;
   int index = 0;       // of an array that stays, or of an input of the step
   int64_t offset = 0;  // in bytes, into an array that stays
   std::string bytes = {};
@@ -56,9 +56,9 @@ class OutputPool;
 
 class Graph {
  public:
-  // `arrays` stay: they must be evaluated and contiguous. Steps take inputs of the shapes and types of `like`, which needn't be evaluated, and up
-  // to 32 numbers. Outputs are [shape] of `type`. Raises std::runtime_error naming what the driver refuses.
-  Graph(std::shared_ptr<Order> order, std::vector<Launch> launches, std::vector<mx::array> arrays, const std::vector<mx::array>& like, mx::Shape shape, mx::Dtype type);
+  // `arrays` stay: they must be evaluated and contiguous. Steps take inputs of these shapes and types (of four axes, with up to so many slots on
+  // the third and more than half of them, or up to 512) and up to 32 numbers. Outputs are [shape] of `type`. Raises std::runtime_error naming what the driver refuses.
+  Graph(std::shared_ptr<Order> order, std::vector<Launch> launches, std::vector<mx::array> arrays, std::vector<std::pair<mx::Shape, mx::Dtype>> inputs, mx::Shape shape, mx::Dtype type);
   ~Graph();
   Graph(const Graph&) = delete;
 
@@ -81,6 +81,7 @@ class Graph {
   struct Place {  // where an array was at the last launch, and who asked
     const void* data = nullptr;
     mx::Strides strides;
+    int slots = 0;
     std::vector<int> users;
     const mx::cu::CudaBuffer* buffer = nullptr;  // of an array that stays
     int64_t offset = 0;
