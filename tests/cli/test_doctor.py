@@ -17,6 +17,7 @@ from gnomon.cli import _model, doctor
 from gnomon.cli._verbs import CommandError
 from gnomon.cli.main import main
 from gnomon.kernels import build, native
+from gnomon.models import backend
 
 Look = Callable[..., tuple[int, dict[str, dict[str, Any]]]]
 
@@ -94,6 +95,30 @@ def test_kernels_not_built_and_tampered_with(look: Look, tmp_path: Path) -> None
     assert (status, found["kernels"]["state"]) == (1, "broken")
     assert "is not the one that was made there" in found["kernels"]["found"]
     assert "--rebuild" in found["kernels"]["remedy"]
+
+
+def test_how_decode_steps_on_cuda_are_launched(look: Look, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(backend, "backend", lambda: "cuda")
+    _, found = look("--kernels", "native", "--no-cuda-graph")
+    assert found["kernels"]["found"].startswith("native for CUDA")
+    assert (found["launches"]["state"], "asked for" in found["launches"]["found"]) == ("ok", True)
+    try:
+        tools = build.toolchain(extension=build.CUDA)
+    except build.BuildError as error:
+        pytest.skip(f"no toolchain: {error}")
+    assert "not built yet" in look("--kernels", "native")[1]["launches"]["found"]
+    home = tmp_path / "kernels" / tools.key
+    home.mkdir(parents=True, mode=0o700)
+    for name in (f"{build.CUDA.module}.so", "build.json"):
+        (home / name).write_text("{}")
+        (home / name).chmod(0o600)
+    status, found = look("--kernels", "native")
+    assert (status, found["launches"]["state"]) == (1, "broken")
+    monkeypatch.setattr(build, "COMPILERS", ("no-such-compiler",))
+    _, found = look("--kernels", "native")
+    assert found["launches"]["state"] == "note"
+    assert "kernel by kernel" in found["launches"]["found"]
+    assert "--no-cuda-graph" in found["launches"]["remedy"]
 
 
 def test_directories_that_cant_be_used(look: Look, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

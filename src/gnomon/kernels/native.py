@@ -17,7 +17,7 @@ import mlx.nn as nn
 import psutil
 
 from gnomon.kernels import blocks, build, dispatch, layers, operations
-from gnomon.kernels.cuda import decode, graphs, sources
+from gnomon.kernels.cuda import decode, experts, graphs, recurrent, sources
 from gnomon.kernels.cuda import operations as cuda_operations
 from gnomon.kernels.cuda.graphs import Graphs
 
@@ -150,7 +150,8 @@ def prepare(
     """`start`, then swap the layers of a model that the calling thread will step."""
     kernels = start(policy, cache=cache, threads=threads, graph=graph, progress=progress)
     if kernels.isa == CUDA:
-        return replace(kernels, layers=decode.swap(model, _graphs if kernels.graph is None else None))
+        steps = decode.swap(model, _graphs if kernels.graph is None else None)
+        return replace(kernels, layers={**experts.swap(model), **recurrent.swap(model), **steps})
     extension = _extension
     if not kernels.native or extension is None:
         return kernels

@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from gnomon.kernels.cuda import coded, prompts, windows
+from gnomon.kernels.cuda import coded, experts, prompts, recurrent, windows
 from gnomon.kernels.cuda.products import MOST_ROWS, TYPES, Weights, product, unpack
 from gnomon.kernels.dispatch import Operation, thread, uncovered
 
@@ -56,4 +56,6 @@ ALL: tuple[Operation, ...] = (
     *windows.OPERATIONS,
     *coded.OPERATIONS,
     *prompts.OPERATIONS,
+    *experts.OPERATIONS,
+    *recurrent.OPERATIONS,
 )
