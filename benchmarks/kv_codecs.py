@@ -2,19 +2,22 @@
 
 uv run python benchmarks/kv_codecs.py MODEL [--out FOLDER] [--data FILE] [--schemes 8,4,turbo] [--quality 2048,6144,512]
                                             [--speed 4096,1024,7168] [--pairs 5] [--kernels native] [--cells PATTERN ...] [--minutes N]
+                                            [--random 1B-16]
 
 A cell is a scheme, a context, and of speed a pair; several processes may share them (benchmarks/cells.py), and each ends with a table of
 all that is there. Quality is `gnomon eval`'s divergence: all positions of a text behind its first step of 64 tokens (which attends to
 plain keys and values under every codec), in steps of 64, over `--rows` texts. Speed: prefill of a text in windows of the engine's
-default chunk, then decoding; ratios are plain time over the codec's, median of pairs.
+default chunk, then decoding by turns; ratios are plain time over the codec's, median of pairs. `--random` makes a model of random weights
+in the folder MODEL, if it isn't there, in a shape of cuda_kernels.py; its text is random too, so only speed and bytes mean something.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache, partial
 from itertools import zip_longest
@@ -35,7 +38,7 @@ from gnomon.models.load import LoadedModel, load
 from gnomon.state.batch_state import BatchState
 
 STEP = 64
-DECODED = 32
+DECODED = 48
 SCHEMES = "turbo:k8v3,8,4,turbo:k8v4,turbo:k8v8,turbo:k4v3,turbo:k8v2,turbo:k4v2"
 """The default of `turbo` and the affine ones first."""
 
@@ -66,51 +69,93 @@ class Side:
         return logits
 
 
-def quality(plain: Side, coded: Side, rows: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Divergence of the codec's distributions from plain ones, and both perplexities."""
-    found: list[Positions] = []
+def quality(plain: Side, coded: Mapping[str, Side], rows: Sequence[Sequence[int]]) -> dict[str, dict[str, Any]]:
+    """Divergence of each codec's distributions from plain ones, and both perplexities. All go through the text in step."""
+    found: dict[str, list[Positions]] = {name: [] for name in coded}
     for row in rows:
-        states, steps = [plain.state(), coded.state()], list[Positions]()
+        state, states = plain.state(), {name: side.state() for name, side in coded.items()}
+        steps: dict[str, list[Positions]] = {name: [] for name in coded}
         for start in range(0, len(row) - 1, STEP):
             window, targets = row[start : start + STEP], mx.array(list(row[start + 1 : start + STEP + 1]))
-            reference, own = (
-                side.forward(state, window)[0, : targets.size]
-                for side, state in zip((plain, coded), states, strict=True)
-            )
-            if start:
-                steps.append(compare(condense(reference, targets, reference.shape[-1]), own, targets))
-        found.append(Positions.join(steps))
-    summary = summarise(found)
-    return {**asdict(summary), "kl": summary.mean.value}
+            logits = plain.forward(state, window)[0, : targets.size]
+            reference = condense(logits, targets, logits.shape[-1]) if start else None
+            for name, side in coded.items():
+                own = side.forward(states[name], window)[0, : targets.size]
+                if reference is not None:
+                    steps[name].append(compare(reference, own, targets))
+        for name, one in steps.items():
+            found[name].append(Positions.join(one))
+    summaries = {name: summarise(one) for name, one in found.items()}
+    return {name: {**asdict(summary), "kl": summary.mean.value} for name, summary in summaries.items()}
 
 
-def timed(side: Side, row: Sequence[int], chunk: int) -> tuple[float, float, int]:
-    """Seconds of prefill, seconds per decoded token, and bytes held at the end."""
+def prefilled(side: Side, row: Sequence[int], chunk: int) -> tuple[BatchState, float]:
+    """The state of all tokens but the last, and the seconds that took."""
     state, width = side.state(), side.workspace.chunk(chunk, len(row))
     begun = time.perf_counter()
     for start in range(0, len(row) - 1, width):
         side.forward(state, row[start : min(start + width, len(row) - 1)])
-    prefilled = time.perf_counter()
-    token = row[-1]
-    for _ in range(DECODED):
-        token = int(mx.argmax(side.forward(state, [token])[0, -1]).item())
-    ended = time.perf_counter()
-    return prefilled - begun, (ended - prefilled) / DECODED, state.nbytes()
+    return state, time.perf_counter() - begun
 
 
 def speed(plain: Side, coded: Side, row: Sequence[int], pair: int, chunk: int) -> dict[str, Any]:
-    """One pair; who goes first alternates. Ratios above 1 are gains of the codec."""
-    sides = {"plain": plain, "coded": coded}
-    runs = {name: timed(sides[name], row, chunk) for name in sorted(sides, reverse=pair % 2 == 0)}
-    (prefill, decode, held), (coded_prefill, coded_decode, coded_held) = runs["plain"], runs["coded"]
+    """One pair; who goes first alternates. Ratios above 1 are gains of the codec. Tokens are decoded by turns: medians of their times."""
+    sides = (plain, coded) if pair % 2 else (coded, plain)
+    states = {side: prefilled(side, row, chunk) for side in sides}
+    seconds: dict[Side, list[float]] = {side: [] for side in sides}
+    tokens = dict.fromkeys(sides, row[-1])
+    for _ in range(DECODED):
+        for side in sides:
+            begun = time.perf_counter()
+            tokens[side] = int(mx.argmax(side.forward(states[side][0], [tokens[side]])[0, -1]).item())  # pyright: ignore[reportArgumentType]
+            seconds[side].append(time.perf_counter() - begun)
+    decode, coded_decode = (statistics.median(seconds[side]) for side in (plain, coded))
+    (state, prefill), (coded_state, coded_prefill) = states[plain], states[coded]
     return {
         "prefill_ratio": prefill / coded_prefill,
         "decode_ratio": decode / coded_decode,
         "plain_prefill_rate": (len(row) - 1) / prefill,
         "plain_decode_rate": 1 / decode,
-        "bytes_plain": held,
-        "bytes": coded_held,
+        "bytes_plain": state.nbytes(),
+        "bytes": coded_state.nbytes(),
     }
+
+
+def text(args: argparse.Namespace) -> Sequence[int]:
+    """The tokens of a file, or of this repository's documentation."""
+    root = Path(__file__).parent.parent
+    files = [args.data] if args.data else [root / "README.md", *sorted((root / "docs").glob("*.md"))]
+    return Tokenizer.load(args.model).encode("\n\n".join(file.read_text("utf-8") for file in files))
+
+
+def random_text(loaded: LoadedModel) -> Sequence[int]:
+    """65,536 tokens."""
+    tokens = mx.random.randint(0, int(loaded.config["vocab_size"]), (1 << 16,), key=mx.random.key(3))
+    return tokens.tolist()  # pyright: ignore[reportReturnType]
+
+
+def make_random(folder: Path, name: str) -> None:
+    """A Llama of random weights in a folder."""
+    from mlx.utils import tree_flatten
+
+    from cuda_kernels import MODELS, ROPE, SHAPES, build
+
+    shape = SHAPES[MODELS[name][0]]
+    model = build(name)
+    config: dict[str, Any] = {
+        "model_type": "llama",
+        "rms_norm_eps": 1e-5,
+        "vocab_size": 128256,
+        "rope_theta": 500000.0,
+        "max_position_embeddings": 131072,
+        "rope_scaling": ROPE,
+        **shape,
+    }
+    if MODELS[name][1] < 16:
+        config["quantization"] = {"group_size": 64, "bits": MODELS[name][1]}
+    folder.mkdir(parents=True)
+    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())))  # pyright: ignore[reportArgumentType]
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
 class Bench:
@@ -118,20 +163,21 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
+        if args.random and not args.model.is_dir():
+            make_random(args.model, args.random)
         self.loaded = load(args.model)
         self.kernels = native.prepare(self.loaded.model, args.kernels, cache=KernelConfig().kernel_cache)
-        root = Path(__file__).parent.parent
-        files = [args.data] if args.data else [root / "README.md", *sorted((root / "docs").glob("*.md"))]
-        self.text = Tokenizer.load(args.model).encode("\n\n".join(file.read_text("utf-8") for file in files))
+        self.text = random_text(self.loaded) if args.random else text(args)
         self.plain = Side(self.loaded, KvScheme())
         self.sides: dict[str, Side] = {}
+        self.found: dict[tuple[str, int], dict[str, Any]] = {}
 
     def coded(self, scheme: str) -> Side:
         """A scheme's side, warm. Raises ValueError for one that the model can't run under."""
         if scheme not in self.sides:
             side = self.sides[scheme] = Side(self.loaded, parse_scheme(scheme))
             for one in (self.plain, side):
-                timed(one, self.text[: 2 * STEP], STEP)
+                prefilled(one, self.text[: 2 * STEP], STEP)
         return self.sides[scheme]
 
     def rows(self, context: int) -> list[Sequence[int]]:
@@ -139,6 +185,14 @@ class Bench:
             raise ValueError(f"the text has {len(self.text)} tokens, {context + 1} are needed")
         stride = max(1, (len(self.text) - context - 1) // max(1, self.args.rows))
         return [self.text[i * stride : i * stride + context + 1] for i in range(self.args.rows)]
+
+    def quality(self, scheme: str, context: int, rows: Sequence[Sequence[int]]) -> dict[str, Any]:
+        """Measured for all schemes that come after it too, since plain ones cost as much as any."""
+        if (scheme, context) not in self.found:
+            schemes = self.args.schemes.split(",")
+            sides = {one: self.coded(one) for one in schemes[schemes.index(scheme) :]}
+            self.found |= {(name, context): one for name, one in quality(self.plain, sides, rows).items()}
+        return self.found[scheme, context]
 
     def cell(self, kind: str, scheme: str, context: int, pair: int) -> dict[str, Any]:
         coded, rows = self.coded(scheme), self.rows(context)
@@ -151,7 +205,7 @@ class Bench:
             "kernels": self.kernels.name,
         }
         if kind == "quality":
-            return {**about, **quality(self.plain, coded, rows)}
+            return {**about, **self.quality(scheme, context, rows)}
         return {**about, "pair": pair, **speed(self.plain, coded, rows[0], pair, EngineConfig().prefill_chunk)}
 
 
@@ -207,6 +261,7 @@ def main() -> None:
     parser.add_argument("--speed", default="4096,1024,7168")
     parser.add_argument("--rows", type=int, default=2)
     parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--random", default=None, metavar="SHAPE", help="a model of random weights: 1B-16, 8B-4, ...")
     parser.add_argument("--kernels", choices=("stock", "native"), default="native")
     add_arguments(parser, "kv_codecs")
     args = parser.parse_args()

@@ -120,15 +120,26 @@ def test_attention_reads_codes(extension: ModuleType, codec: Codec, shape: tuple
                 assert not np.array(got[0, :, 0].astype(mx.float32)).any()
 
 
-@pytest.mark.parametrize("codec", [Affine(4), Turbo(8, 3)], ids=lambda codec: codec.name)
-def test_a_row_is_the_same_in_any_company(extension: ModuleType, codec: Codec) -> None:
+@pytest.mark.parametrize(
+    ("codec", "dtype"),
+    [
+        (Affine(4), mx.float32),
+        (Affine(8), mx.bfloat16),
+        (Affine(4, 32), mx.float16),
+        (Turbo(8, 3), mx.float32),
+        (Turbo(4, 4), mx.float32),
+    ],
+    ids=str,
+)
+def test_a_row_is_the_same_in_any_company(extension: ModuleType, codec: Codec, dtype: mx.Dtype) -> None:
     """Other rows, longer buffers, windows, orders and threads change no bit; nor whether lengths or a mask say what is seen."""
     lengths, width = [900, 40, 333], 4
-    forms = [form.form(extension) for form in pair(codec, mx.float32)]
+    forms = [form.form(extension) for form in pair(codec, dtype)]
     slots = max(lengths) + width
-    q = vectors(3, 6, width, DIM, seed=1)
+    q = vectors(3, 6, width, DIM, seed=1, dtype=dtype)
     k, v = (
-        own(vectors(3, 2, slots, DIM, seed=seed)) for own, seed in ((codec.encode_keys, 2), (codec.encode_values, 3))
+        own(vectors(3, 2, slots, DIM, seed=seed, dtype=dtype))
+        for own, seed in ((codec.encode_keys, 2), (codec.encode_values, 3))
     )
     starts = mx.array(lengths)
     whole = extension.coded_attention(q, k, v, *forms, slots, 0.1, CAUSAL, None, starts, 0, None)

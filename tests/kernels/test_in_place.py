@@ -10,9 +10,13 @@ import numpy as np
 import pytest
 
 from batch_walk import new_state_of
-from gnomon.kernels import blocks, dispatch, layers
+from gnomon.kernels import blocks, coded, dispatch, layers
+from gnomon.models.bindings import bind
 from gnomon.state.batch_state import BatchState
+from gnomon.state.codecs import Affine, Codec, Coding, Turbo
 from gnomon.state.full import FullLayer
+from gnomon.state.paged.arrays import Layout, PageArrays
+from gnomon.state.paged.pool import PagePool
 from gnomon.state.sliding import SlidingLayer
 from kernels.oracle import bits_of
 from tiny_models import CONFIGS, VOCAB_SIZE, make
@@ -47,9 +51,20 @@ def forward(model: nn.Module, state: BatchState, window: list[list[int]], counts
     return logits
 
 
-def walk(model: nn.Module) -> list[np.ndarray]:
+def walk(model: nn.Module, coding: Coding | None = None, pages: PagePool | None = None) -> list[np.ndarray]:
     """Logits of a batch's life: a lone row, a snapshot that goes its own way, rows of other lengths, padded windows, tokens taken back."""
-    new, seen = new_state_of(model), list[np.ndarray]()
+    binding, seen = bind(model), list[np.ndarray]()
+
+    def new() -> BatchState:
+        return BatchState(
+            model,
+            binding.make_caches(),
+            pad_safe=binding.pad_safe,
+            mask_ndim=binding.mask_ndim,
+            coding=coding,
+            pages=pages,
+        )
+
     at = iter(int(token) for token in TOKENS)
 
     def take(count: int) -> list[int]:
@@ -67,7 +82,7 @@ def walk(model: nn.Module) -> list[np.ndarray]:
         see(first, [take(width)])
     saved = first.snapshot(0)
     see(first, [take(1)])
-    other = BatchState.restore(model, new().templates, saved)
+    other = BatchState.restore(model, new().templates, saved, coding=coding, pages=pages)
     see(other, [take(1)])
     see(first, [take(3)])
     see(other, [take(1)])
@@ -152,6 +167,91 @@ def test_appending_in_place_changes_no_bit(
         assert len(bits) == len(expected)
         for mine, theirs in zip(bits, expected, strict=True):
             assert (mine == theirs).all(), name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gated_attention_has_the_bits_in_place_that_it_has_apart(
+    native: ModuleType, calls: list[int], dtype: str
+) -> None:
+    model = make("qwen3_5", dtype)
+    assert {"NativeQwen3NextAttention", "NativeGatedDeltaNet", "NativeDecoderLayer"} <= set(layers.swap(model, native))
+    new, tokens = new_state_of(model), [int(token) for token in TOKENS[:60]]
+    states = [new() for _ in range(3)]
+    # A state's first window has no buffers.
+    whole = [bits_of(forward(model, states[row], [tokens[30 * row : 30 * row + 30]]))[0] for row in (0, 1)]
+    assert not calls
+    parts = [forward(model, states[2], [tokens[start:end]]) for start, end in ((0, 10), (10, 11), (11, 30))]
+    assert (bits_of(mx.concatenate(parts, axis=1))[0] == whole[0]).all()
+    assert set(calls) == {1, 19}
+    lone, batch = states[2], states[0]
+    batch.join(states[1])
+    for token in (3, 4, 5):
+        together = bits_of(forward(model, batch, [[token], [token + 1]]))
+        assert (bits_of(forward(model, lone, [[token]]))[0] == together[0]).all()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "codecs"),
+    [
+        ("float32", (None, None)),
+        ("bfloat16", (None, None)),
+        ("bfloat16", (Affine(8), Affine(8))),
+        ("float32", (Affine(4), None)),
+        ("float32", (None, Turbo(8, 3))),
+    ],
+    ids=["plain", "plain bfloat16", "8 bfloat16", "4 and plain", "plain and turbo"],
+)
+def test_one_operation_takes_codes_and_pages(
+    native: ModuleType, dtype: str, codecs: tuple[Codec | None, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layer by layer and as one operation, in buffers and in pages: the same bits."""
+    coded.install()
+    model: Any = make("llama", dtype, head_dim=64, num_hidden_layers=2)
+    coding = Coding(codecs) if any(codecs) else None
+    layers.swap(model, native)
+    expected = walk(model, coding)
+    blocks.swap(model, native)
+    taken: list[bool] = []
+    own = blocks.Run.run
+
+    def run(self: blocks.Run, *args: Any) -> mx.array | None:
+        y = own(self, *args)
+        taken.append(y is not None)
+        return y
+
+    monkeypatch.setattr(blocks.Run, "run", run)
+    for is_paged in (False, True):
+        taken.clear()
+        pool = PagePool(2) if is_paged else None
+        found = walk(model, coding, pool)
+        # All but first windows, and those of a row that joins its batch.
+        assert taken.count(False) <= 5
+        for mine, theirs in zip(found, expected, strict=True):
+            assert (mine == theirs).all()
+        if pool is not None:
+            pool.check_integrity()
+            assert not any(mx.any(array[:, 0] != 0).item() for layer in pool.layers for array in layer.lying())
+
+
+def test_layers_of_their_own_find_keys_in_their_pages(native: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of experts' models, which run layer by layer: nothing is gathered, and the bits are those of buffers."""
+    coded.install()
+    model: Any = make("qwen3_moe", "float32")
+    assert "NativeAttention" in layers.swap(model, native)
+    expected = walk(model)
+    own = PageArrays.read
+    runs: list[int] = []
+
+    def read(self: PageArrays, layout: Layout) -> tuple[mx.array, mx.array]:
+        assert layout.run is not None
+        runs.append(layout.run)
+        return own(self, layout)
+
+    monkeypatch.setattr(PageArrays, "read", read)
+    found = walk(model, pages=PagePool(len(model.layers)))
+    assert runs
+    for mine, theirs in zip(found, expected, strict=True):
+        assert (mine == theirs).all()
 
 
 @pytest.fixture
@@ -288,11 +388,27 @@ def test_rings_that_can_not_be_are_refused(native: ModuleType) -> None:
     layer([8, 7, 0])
 
 
-@pytest.mark.parametrize(("model_type", "dtype"), [("llama", "float32"), ("qwen3", "bfloat16")])
-def test_a_flat_window_has_the_bits_of_a_padded_one(native: ModuleType, model_type: str, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("model_type", "dtype", "paged"),
+    [
+        ("llama", "float32", False),
+        ("llama", "float32", True),
+        ("qwen3", "bfloat16", False),
+        ("qwen3", "bfloat16", True),
+    ],
+)
+def test_a_flat_window_has_the_bits_of_a_padded_one(
+    native: ModuleType, model_type: str, dtype: str, paged: bool
+) -> None:
     model: Any = make(model_type, dtype)
     layers.swap(model, native)
     new = new_state_of(model)
+    if paged:
+        pool, templates = PagePool(len(model.layers)), new().templates
+
+        def new() -> BatchState:
+            return BatchState(model, templates, pages=pool)
+
     takes = blocks.flat_test(model)
     assert not takes(new().caches)
     blocks.swap(model, native)

@@ -16,20 +16,27 @@ def run(action: str) -> int:
 def test_verify_passes_here(kernels: ModuleType) -> None:
     checks = list(verify(kernels))
     assert {c.isa for c in checks} == set(kernels.isas())
-    assert {"quantized_matmul", "int8", "matmul", "rms_norm", "attention"} <= {c.operation for c in checks}
+    names = {"quantized_matmul", "int8", "matmul", "rms_norm", "attention", "encode", "coded_attention"}
+    assert names <= {c.operation for c in checks}
     assert [c for c in checks if not c.passed] == []
 
 
 def test_verify_sees_a_wrong_kernel_and_a_dependent_row(kernels: ModuleType) -> None:
     names = ("isa", "isas", "set_isa", "dense_matmul", "rms_norm", "layer_norm", "gated", "logsumexp", "attention")
-    wrong = SimpleNamespace(**{name: getattr(kernels, name) for name in names})
+    wrong = SimpleNamespace(**{name: getattr(kernels, name) for name in (*names, "CodesForm")})
 
     def product(x: mx.array, *rest: object) -> mx.array:
         return kernels.quantized_matmul(x, *rest) * (1 + 1e-2 * x.shape[0])
 
-    wrong.quantized_matmul = product
+    def encode(x: mx.array, form: object) -> mx.array:
+        return kernels.encode(x * (1 + 0.2 * x.shape[0]), form)
+
+    def coded_attention(q: mx.array, *rest: object) -> mx.array:
+        return kernels.coded_attention(q, *rest) * (1 + 1e-2 * q.shape[2])
+
+    wrong.quantized_matmul, wrong.encode, wrong.coded_attention = product, encode, coded_attention
     found = [c for c in verify(wrong) if not c.passed]  # pyright: ignore[reportArgumentType]
-    assert {c.operation for c in found} == {"quantized_matmul", "int8"}
+    assert {c.operation for c in found} == {"quantized_matmul", "int8", "encode", "coded_attention"}
     assert any(c.error > 1 for c in found)
     assert not any(c.invariant for c in found)
 

@@ -7,6 +7,7 @@ from mlx_lm.models.cache import KVCache
 
 from gnomon.config.kv import KvScheme
 from gnomon.engine.coding import UnsupportedScheme
+from gnomon.kernels import coded
 from gnomon.models.load import LoadedModel
 from gnomon.state.batch_state import BatchState, UnsupportedCache
 from gnomon.state.codecs import Coding
@@ -33,6 +34,7 @@ def pages_for(loaded: LoadedModel, scheme: KvScheme, coding: Coding | None) -> P
         raise UnsupportedScheme(
             f"--paged-kv takes models of full attention only, {loaded.model_type} models are not: {_WHY[other[0]]}"
         )
+    coded.install()
     pool = PagePool(len(caches))
     try:
         state = BatchState(

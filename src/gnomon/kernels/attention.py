@@ -15,6 +15,7 @@ zero.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -57,6 +58,21 @@ def reference(
     if sink is not None:
         total = total + mx.exp(sink - best)
     return (mx.where(total == 0, 0, weights / mx.where(total == 0, 1, total)) @ wide_v).astype(q.dtype)
+
+
+def over_slots(
+    q: mx.array,  # noqa: ARG001  (the native version's)
+    k: mx.array,  # noqa: ARG001
+    v: mx.array,  # noqa: ARG001
+    *,
+    scale: float,  # noqa: ARG001
+    sinks: mx.array | None,  # noqa: ARG001
+    starts: mx.array,  # noqa: ARG001
+    order: mx.array,  # noqa: ARG001
+) -> mx.array | None:
+    """Native attention `[B, Hq, L, Dv]` over keys and values `[B, Hk, slots, D]` of which row b has the slots that `order` `[B, S]` names,
+    in that order; its query i sees those up to place starts[b] + i. None where there is no native version, or it doesn't take these."""
+    return None
 
 
 def why_not(q: mx.array, k: mx.array, v: mx.array, mask: str | mx.array | None, sinks: mx.array | None) -> str | None:
@@ -112,7 +128,34 @@ def _make(stock: Callable[..., mx.array], extension: ModuleType) -> Callable[...
     return scaled_dot_product_attention
 
 
+def _make_over_slots(stock: Callable[..., mx.array | None], extension: ModuleType) -> Callable[..., mx.array | None]:
+    native = extension.attention
+
+    def over_slots(
+        q: mx.array,
+        k: mx.array,
+        v: mx.array,
+        *,
+        scale: float,
+        sinks: mx.array | None,
+        starts: mx.array,
+        order: mx.array,
+    ) -> mx.array | None:
+        if not thread.active or why_not(q, k, v, None, sinks) is not None:
+            return stock(q, k, v, scale=scale, sinks=sinks, starts=starts, order=order)
+        return native(q, k, v, scale, CAUSAL, None, starts, 0, sinks, order)
+
+    return over_slots
+
+
 OPERATIONS = (
+    Operation(
+        "attention_over_slots",
+        sys.modules[__name__],
+        "over_slots",
+        _make_over_slots,
+        "keys and values in pages, each row's own, as attention",
+    ),
     Operation(
         "attention",
         mx.fast,

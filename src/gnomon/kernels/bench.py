@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from types import ModuleType
 
 import mlx.core as mx
+from mlx_lm.models.base import quantized_scaled_dot_product_attention
 
 from gnomon.kernels.attention import CAUSAL, NONE
+from gnomon.kernels.codes import AFFINE
 
 ROUNDS = 5
 
@@ -67,6 +69,27 @@ def _pairs(e: ModuleType) -> Iterator[Pair]:
             f"{length} of {keys}, 9 heads of 64",
             lambda q=q, kv=kv, kind=kind: e.attention(q, kv, kv, 0.125, kind, None, None, 0, None),
             lambda q=q, kv=kv, mask=mask: mx.fast.scaled_dot_product_attention(q, kv, kv, scale=0.125, mask=mask),
+        )
+    q, kv = mx.random.normal((1, 9, 1, 64)), mx.random.normal((1, 3, 1024, 64))
+    for bits in (8, 4):
+        form = e.CodesForm(AFFINE, bits, 64, 64, 0, [], [], [])
+        words, parts = e.encode(kv, form), mx.quantize(kv, bits=bits)
+        mx.eval(q, words, parts)
+        yield (
+            "encode",
+            f"3 heads of 64, 1024 tokens, {bits} bits",
+            lambda form=form: e.encode(kv, form),
+            lambda bits=bits: mx.quantize(kv, bits=bits)[0],
+        )
+        yield (
+            "coded_attention",
+            f"1 of 1024, 9 heads of 64, {bits} bits",
+            lambda form=form, words=words: e.coded_attention(
+                q, words, words, form, form, 1024, 0.125, NONE, None, None, 0, None
+            ),
+            lambda bits=bits, parts=parts: quantized_scaled_dot_product_attention(
+                q, parts, parts, scale=0.125, mask=None, bits=bits
+            ),
         )
     logits = mx.random.normal((1, 49152))
     mx.eval(x, weight, logits)

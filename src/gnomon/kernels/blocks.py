@@ -1,4 +1,4 @@
-"""All blocks of a model as one operation of a step, where every layer's state is plain keys and values, all of them or a ring's.
+"""All blocks of a model as one operation of a step, over states of keys and values, plain or coded, in buffers, pages or rings.
 
     embed            1
     run_blocks       for all layers: the attention layer and the MLP of `layers`, with the same bits
@@ -21,6 +21,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from gnomon.kernels.codes import Codes
 from gnomon.kernels.dispatch import thread
 from gnomon.kernels.layers import MLP, Block, Norm
 from gnomon.kernels.linear import Linear
@@ -67,6 +68,7 @@ class Run:
         self._owners = [owner for owner, _, _ in watched]
         self._names = [name for _, name, _ in watched]
         self._parts = [part for _, _, part in watched]
+        self._forms: dict[tuple[Codes, Codes], tuple[Any, Any] | None] = {}
 
     @staticmethod
     def covers(layers: Sequence[Any]) -> bool:
@@ -168,10 +170,21 @@ class Run:
             found, before = self._buffers(caches, settled=True), None
         if found is None:
             return None
-        buffers, rings = found
+        buffers, rings, forms = found
         rows = caches[0].rows
         starts, homes = (rows.flat_positions, rows.homes) if rows.is_flat else (rows.lengths, [])
-        made = self.extension.run_blocks(self.blocks, h, starts, buffers, before, homes, rings)
+        pages = None if rings else caches[0].pages
+        made = self.extension.run_blocks(
+            self.blocks,
+            h,
+            starts,
+            buffers,
+            before,
+            homes,
+            rings,
+            forms,
+            None if pages is None else self.extension.Pages(*pages),
+        )
         if made is None:
             return None
         y, appending = made
@@ -179,10 +192,13 @@ class Run:
             cache.appends(appending)
         return y
 
-    def _buffers(self, caches: Sequence[Any], settled: bool) -> tuple[list[mx.array], list[tuple[int, ...]]] | None:
-        """Keys and values of all layers by turns, and their rings: none if no layer has one, else () for those without. None if a state
-        has no such buffers, or another window than the model."""
-        buffers, rings = list[mx.array](), list[tuple[int, ...]]()
+    def _buffers(
+        self, caches: Sequence[Any], settled: bool
+    ) -> tuple[list[mx.array], list[tuple[int, ...]], list[tuple[Any, Any] | None]] | None:
+        """Keys and values of all layers by turns; their rings: none if no layer has one, else () for those without; and their codes
+        likewise. None if a state has no such buffers, or another window than the model."""
+        buffers, rings, forms = list[mx.array](), list[tuple[int, ...]](), list[tuple[Any, Any] | None]()
+        is_coded = False
         for cache in caches:
             # What a state of these kinds hides is what the model's masks hide.
             if hasattr(cache, "ring_in_place"):
@@ -191,13 +207,28 @@ class Run:
                     return None
                 buffers += (ring.keys, ring.values)
                 rings.append(ring.numbers)
-            else:
-                pair = cache.in_place("causal", settled=settled) if hasattr(cache, "appends") else None
-                if pair is None:
+                forms.append(None)
+                continue
+            pair = cache.open_buffers(settled=settled) if hasattr(cache, "open_buffers") else None
+            if pair is None:
+                return None
+            buffers += pair
+            rings.append(())
+            form = None
+            if cache.codes is not None:
+                form, is_coded = self._form(cache.codes), True
+                if form is None:
                     return None
-                buffers += pair
-                rings.append(())
-        return buffers, rings if any(rings) else []
+            forms.append(form)
+        return buffers, rings if any(rings) else [], forms if is_coded else []
+
+    def _form(self, codes: tuple[Codes, Codes]) -> tuple[Any, Any] | None:
+        """How the extension reads keys and values of these codes; None if it can't."""
+        if codes not in self._forms:
+            keys, values = codes
+            is_covered = keys.is_covered and values.is_covered
+            self._forms[codes] = (keys.form(self.extension), values.form(self.extension)) if is_covered else None
+        return self._forms[codes]
 
 
 def _forward(own: Callable[..., mx.array], kind: Model) -> Callable[..., mx.array]:

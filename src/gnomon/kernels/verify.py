@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from gnomon.kernels import integer
 from gnomon.kernels.attention import CAUSAL
+from gnomon.kernels.codes import AFFINE, ROTATED, SHIFTED, Codes
 
 Array = NDArray[np.float64]
 STEP = {mx.float32: 2.0**-149, mx.float16: 2.0**-24, mx.bfloat16: 2.0**-133}
@@ -139,6 +140,115 @@ def _attention(e: ModuleType) -> Iterator[tuple[str, str, float, bool]]:
             yield "attention", f"causal, {length} of {keys}, heads of {d}, {_name(dtype)}", error, bool(same.item())
 
 
+DIM = 64
+LEVELS = {bits: np.linspace(-2.4, 2.4, 2**bits) for bits in (3, 4)}
+"""For ROTATED: any will do."""
+SIGNS = (1.0, -1.0, -1.0, 1.0) * (DIM // 4)
+PAIRS = (
+    ((AFFINE, 8, 64), (AFFINE, 8, 64)),
+    ((AFFINE, 4, 32), (AFFINE, 4, 64)),
+    ((SHIFTED, 8, 32), (ROTATED, 3, 32)),
+    ((SHIFTED, 4, 32), (ROTATED, 4, 32)),
+)
+"""Coding, bits and group of keys and of values."""
+
+
+def _codes_of(coding: int, bits: int, group: int, dtype: mx.Dtype) -> Codes:
+    if coding != ROTATED:
+        return Codes(coding, bits, group, DIM, dtype if coding == AFFINE else mx.float16)
+    levels = LEVELS[bits]
+    bounds = (levels[1:] + levels[:-1]) / 2
+    return Codes(coding, bits, group, DIM, mx.float16, tuple(levels.tolist()), tuple(bounds.tolist()), SIGNS)
+
+
+def _hadamard() -> Array:
+    """The orthogonal transform of ROTATED, in natural order."""
+    places = np.arange(DIM)
+    ones = np.array([[(i & j).bit_count() for j in places.tolist()] for i in places.tolist()])
+    return (1.0 - 2.0 * (ones % 2)) / DIM**0.5
+
+
+def _held(words: mx.array, codes: Codes) -> tuple[Array, Array]:
+    """The numbers that words stand for (ROTATED: before they are turned back), and the scale of each element."""
+    rows, size = np.array(words).view(np.uint8), DIM * codes.bits // 8
+    stream = np.unpackbits(rows[..., :size], axis=-1, bitorder="little").reshape(*rows.shape[:-1], DIM, codes.bits)
+    found = stream.astype(np.float64) @ (1 << np.arange(codes.bits))
+    raw = np.ascontiguousarray(rows[..., size:])
+    if codes.dtype == mx.bfloat16:
+        numbers = (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    else:
+        numbers = raw.view(np.float32 if codes.dtype == mx.float32 else np.float16)
+    numbers = np.repeat(numbers.astype(np.float64), codes.group, -1)
+    scale, other = numbers[..., :DIM], numbers[..., DIM:]
+    if codes.coding == AFFINE:
+        return found * scale + other, scale
+    if codes.coding == ROTATED:
+        return np.array(codes.levels)[found.astype(int)] * scale, scale
+    if codes.bits == 8:
+        found = np.where(found > 127, found - 256, found)
+    return (found + other) * scale, scale
+
+
+def _coding_error(x: mx.array, words: mx.array, codes: Codes) -> float:
+    """How far coded vectors are from the nearest codes, over its bound; of AFFINE infinity if the bits aren't those of `mx.quantize`."""
+    if codes.coding == AFFINE:
+        parts = mx.quantize(x, group_size=codes.group, bits=codes.bits)
+        expected = mx.concatenate([mx.view(part, mx.uint8) for part in parts], axis=-1)
+        return 0.0 if mx.array_equal(mx.view(words, mx.uint8), expected).item() else float("inf")
+    held, scale = _held(words, codes)
+    wide = _wide(x)
+    if codes.coding == ROTATED:
+        wide = wide * np.array(SIGNS) @ _hadamard()
+        nearest = np.abs(wide[..., None] - scale[..., None] * np.array(codes.levels)).min(-1)
+        bound = nearest + 2.0**-9 * np.abs(wide) + 1e-6
+    else:
+        bound = 0.52 * scale + 2.0**-9 * (np.abs(wide) + np.abs(held))
+    return float((np.abs(held - wide) / bound).max())
+
+
+def _coded(e: ModuleType) -> Iterator[tuple[str, str, float, bool]]:
+    for pair in PAIRS:
+        for dtype in TYPES:
+            keys_of, values_of = (_codes_of(*one, dtype) for one in pair)
+            x = [_random(2, 2, 70, DIM, seed=seed, dtype=dtype) for seed in (8, 9)]
+            forms, words, held = list[object](), list[mx.array](), list[Array]()
+            for codes, one in zip((keys_of, values_of), x, strict=True):
+                tables = list(codes.levels), list(codes.bounds), list(codes.signs)
+                form = e.CodesForm(
+                    codes.coding,
+                    codes.bits,
+                    codes.group,
+                    DIM,
+                    {mx.float32: 0, mx.float16: 1}.get(codes.dtype, 2),
+                    *tables,
+                )
+                forms.append(form)
+                words.append(e.encode(one, form))
+                held.append(_held(words[-1], codes)[0])
+                case = f"{('affine', 'shifted', 'rotated')[codes.coding]}, {codes.bits} bits, {_name(dtype)}"
+                error = _coding_error(one, words[-1], codes)
+                yield "encode", case, error, _same_alone(lambda a, form=form: e.encode(a, form), one, words[-1])
+            if values_of.coding == ROTATED:
+                held[1] = held[1] @ _hadamard() * np.array(SIGNS)
+            length, keys = 5, 70
+            q = _random(2, 4, length, DIM, seed=7, dtype=dtype)
+            wide_k, wide_v = (np.repeat(a, 2, 1) for a in held)
+            hidden = np.arange(keys)[None] > np.arange(keys - length, keys)[:, None]
+            scores = np.where(hidden, -np.inf, _wide(q) @ wide_k.swapaxes(-1, -2) * DIM**-0.5)
+            p = np.exp(scores - scores.max(-1, keepdims=True))
+            p /= p.sum(-1, keepdims=True)
+            # The last query alone goes through a kernel for few queries.
+            y, last = (
+                e.coded_attention(a, *words, *forms, keys, DIM**-0.5, CAUSAL, None, None, 0, None)
+                for a in (q, q[:, :, -1:])
+            )
+            size = np.broadcast_to((p @ np.abs(wide_v)).max(-1, keepdims=True), y.shape)
+            error = _share(y, p @ wide_v, size * 8, keys)
+            same = mx.array_equal(mx.contiguous(last).view(mx.uint8), mx.contiguous(y[:, :, -1:]).view(mx.uint8))
+            case = f"keys in {keys_of.bits} bits, values in {values_of.bits}, {_name(dtype)}"
+            yield "coded_attention", case, error, bool(same.item())
+
+
 def _name(dtype: mx.Dtype) -> str:
     return str(dtype).rpartition(".")[2]
 
@@ -149,7 +259,7 @@ def verify(extension: ModuleType) -> Iterator[Check]:
     try:
         for isa in extension.isas():
             extension.set_isa(isa)
-            for part in (_products, _rows, _attention):
+            for part in (_products, _rows, _attention, _coded):
                 for operation, case, error, invariant in part(extension):
                     yield Check(operation, case, isa, error, invariant)
     finally:

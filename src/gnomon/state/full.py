@@ -10,7 +10,7 @@ from mlx_lm.models.cache import KVCache, create_attention_mask
 
 from gnomon.state.buffer import RowBuffer, copied, round_slots
 from gnomon.state.kept import KeptLayer
-from gnomon.state.layer import LayerState
+from gnomon.state.layer import CodesPair, LayerState, Pages
 from gnomon.state.rows import Rows
 from gnomon.state.snapshot import LayerKind, LayerSnapshot, refuse_coded, shared
 
@@ -25,6 +25,8 @@ class FullLayer(KeptLayer[KVCache]):
     """
 
     kind: LayerKind = "full"
+    codes: CodesPair | None = None
+    pages: Pages | None = None
 
     def __init__(self, rows: Rows, mask_ndim: int = 4) -> None:
         super().__init__(rows, KVCache())
@@ -66,6 +68,10 @@ class FullLayer(KeptLayer[KVCache]):
         if settled:
             self._settle()
         return self.room()
+
+    def open_buffers(self, *, settled: bool = False) -> KeysValues | None:
+        """`in_place` for layers that run as one operation, of which each query sees all positions up to its own."""
+        return self.in_place("causal", settled=settled)
 
     def hides_only_later(self, mask: mx.array | str | None) -> bool:
         """Whether a mask of the open forward hides nothing but each query's later positions."""

@@ -7,8 +7,15 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
+from gnomon.kernels.codes import Codes
 from gnomon.state.rows import Rows
 from gnomon.state.snapshot import LayerKind, LayerSnapshot
+
+CodesPair = tuple[Codes, Codes]
+"""How buffers of keys and of values are read, where they hold codes."""
+Pages = tuple[int, list[list[int]], list[int], list[tuple[int, int, int, int]]]
+"""Tokens of a page, the pages of each row, how many tokens of the open window each row writes, and the pages it is the first to write to:
+the page, the one to copy from or -1, how many tokens of that, and where the window's tokens end."""
 
 # A layer state is what mlx-lm's models take for a cache. They test `if cache:` and select quantised attention by an attribute `bits`,
 # so no layer state may define `__len__`, `__bool__` or `bits`.

@@ -9,11 +9,12 @@ from typing import cast
 
 import mlx.core as mx
 
-from gnomon.kernels import dispatch
+from gnomon.kernels import codes, dispatch
 from gnomon.kernels.coded import Mask, View
+from gnomon.kernels.codes import Pair
 from gnomon.state.codecs.codec import Codec, Fetched
 from gnomon.state.full import FullLayer, full_mask
-from gnomon.state.layer import LayerState
+from gnomon.state.layer import CodesPair, LayerState
 from gnomon.state.rows import Rows
 from gnomon.state.sliding import SlidingLayer
 from gnomon.state.snapshot import LayerKind, LayerSnapshot
@@ -94,6 +95,26 @@ class QuantizedLayer(LayerState):
         shape = (self.rows.num_rows, heads, length)
         return View(attend, (*shape, key_dim), dtype), View(attend, (*shape, value_dim), dtype)
 
+    def codes_in_place(
+        self, dim: int, dtype: mx.Dtype
+    ) -> tuple[mx.array, mx.array, tuple[codes.Codes, codes.Codes] | None] | None:
+        """As `FullLayer.in_place`, and how the buffers' words of heads of `dim` elements of `dtype` are read, or None where they are plain.
+        `advance_in_place` follows. None while rows are held in different ways, and for other storages."""
+        part = self._parts[0]
+        storage = part.storage
+        buffers = storage.in_place() if len(self._parts) == 1 and isinstance(storage, FullLayer) else None
+        if buffers is None:
+            return None
+        self._dims = dim, dim, dtype
+        pair = (self.codec.key_codes(dim, dtype), self.codec.value_codes(dim, dtype)) if part.is_coded else None
+        return *buffers, pair
+
+    def advance_in_place(self) -> None:
+        """The kernel was given the buffers of `codes_in_place` and appends the open window."""
+        storage = self._parts[0].storage
+        if isinstance(storage, FullLayer):
+            storage.advance_in_place()
+
     def make_mask(self, width: int, return_array: bool = False, window_size: int | None = None) -> Mask:
         """The mask of the open forward: the storage's own; where parts of a sliding layer differ, None, since each masks itself."""
         if len(self._parts) == 1:
@@ -154,6 +175,37 @@ class QuantizedLayer(LayerState):
         if made is not None:
             storage.appended(*made)
         return made is not None
+
+    # What layers that run as one operation call.
+
+    pages = None
+
+    @property
+    def codes(self) -> CodesPair | None:
+        """How the buffers of `open_buffers` are read; None if they are plain."""
+        if not self._parts[0].is_coded or self._dims is None:
+            return None
+        key_dim, value_dim, dtype = self._dims
+        return self.codec.key_codes(key_dim, dtype), self.codec.value_codes(value_dim, dtype)
+
+    @property
+    def appending(self) -> mx.array | None:
+        """What is computed once a kernel has appended to the buffers."""
+        storage = self._parts[0].storage
+        return storage.appending if isinstance(storage, FullLayer) else None
+
+    def open_buffers(self, *, settled: bool = False) -> Pair | None:
+        """Those of the storage, where one holds all rows and what its elements stand for is known."""
+        part, *others = self._parts
+        if others or not isinstance(part.storage, FullLayer) or (part.is_coded and self._dims is None):
+            return None
+        return part.storage.open_buffers(settled=settled)
+
+    def appends(self, appending: mx.array) -> None:
+        """A kernel was given the buffers of `open_buffers` and appends the open window."""
+        storage = self._parts[0].storage
+        if isinstance(storage, FullLayer):
+            storage.appends(appending)
 
     # What BatchState calls.
 

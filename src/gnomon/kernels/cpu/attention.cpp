@@ -38,16 +38,27 @@ Range visible(const AttentionJob& j, int b, int h, int i, float* added) {
   return low < high ? Range{low, high} : Range{0, 0};
 }
 
+// Whether keys [from, from + some) lie one behind the other.
+bool lie_together(const AttentionJob& j, int b, int from, int some) {
+  bool together = true;
+  for (int i = 1; j.order && together && i < some; i++) together = j.slot(b, from + i) == j.slot(b, from) + i;
+  return together;
+}
+
+// The codes of key `from`, if those of [from, from + some) lie one behind the other.
+const uint8_t* codes_of(const AttentionJob& j, const Head& x, int b, int h, int from, int some) {
+  return x.codes && lie_together(j, b, from, some) ? reinterpret_cast<const uint8_t*>(x.at(j.home(b), h, j.slot(b, from))) : nullptr;
+}
+
 // Columns [c0, c0 + d) of keys [from, from + some) as floats.
 const float* block_of(const AttentionJob& j, const Table& t, Head x, int b, int h, int from, int some, int c0, int d, float* room, int64_t& pitch) {
   const int dp = (d + 15) / 16 * 16;
-  bool together = true;
+  const bool together = lie_together(j, b, from, some);
   const int row = j.home(b);
-  for (int i = 1; j.order && together && i < some; i++) together = j.slot(b, from + i) == j.slot(b, from) + i;
   if (x.codes) {
     pitch = dp;
     for (int i = 0; i < some; i += together ? some : 1)
-      t.decode_codes(*x.codes, reinterpret_cast<const uint8_t*>(x.at(b, h, j.slot(b, from + i))), x.position * 4, together ? some : 1, c0, dp, room + static_cast<size_t>(i) * dp, dp);
+      t.decode_codes(*x.codes, reinterpret_cast<const uint8_t*>(x.at(row, h, j.slot(b, from + i))), x.position * 4, together ? some : 1, c0, dp, room + static_cast<size_t>(i) * dp, dp);
     return room;
   }
   x.data += c0 * x.step * static_cast<int64_t>(type_size(x.type));
@@ -109,6 +120,10 @@ struct Group {
       while (first < last && (range[first].high <= k0 || range[first].low >= k0 + some)) first++;
       while (last > first && (range[last - 1].high <= k0 || range[last - 1].low >= k0 + some)) last--;
       if (first == last) continue;
+      if (const uint8_t* codes = codes_of(j, j.k, b, hk, k0, some)) {
+        t.scores_of_codes(*j.k.codes, codes, j.k.position * 4, some, q + static_cast<size_t>(first) * dp, dp, last - first, j.scale, s + first * lds + k0, lds, room);
+        continue;
+      }
       int64_t pitch;
       const float* keys = block_of(j, t, j.k, b, hk, k0, some, 0, j.d, room, pitch);
       t.scores(q + static_cast<size_t>(first) * dp, dp, last - first, keys, pitch, some, dp, j.scale, s + first * lds + k0, lds);
@@ -140,6 +155,7 @@ struct Group {
       const int some = std::min(BLOCK_OF_KEYS, high - k0);
       int64_t pitch = 0;
       const float* block = nullptr;
+      const uint8_t* codes = codes_of(j, j.v, b, hk, k0, some);
       for (int r = 0; r < rows;) {
         const int l = std::max(range[r].low, k0), h = std::min(range[r].high, k0 + some);
         if (l >= h) {
@@ -148,6 +164,11 @@ struct Group {
         }
         int same = 1;  // rows beside it that see the same part of the block
         while (r + same < rows && std::max(range[r + same].low, k0) == l && std::min(range[r + same].high, k0 + some) == h) same++;
+        if (codes && !block &&
+            t.weigh_codes(*j.v.codes, codes + (l - k0) * j.v.position * 4, j.v.position * 4, h - l, c0, wide, s + r * lds + l, lds, same, o + static_cast<size_t>(r) * dvp + c0, dvp)) {
+          r += same;
+          continue;
+        }
         if (!block) block = block_of(j, t, j.v, b, hk, k0, some, c0, c1 - c0, room, pitch);
         t.weigh(s + r * lds + l, lds, same, block + (l - k0) * pitch, pitch, h - l, wide, o + static_cast<size_t>(r) * dvp + c0, dvp);
         r += same;
@@ -272,7 +293,8 @@ class Attention : public Native {
     flags.col_contiguous = out.size() <= 1 || (dv == 1 && heads * length * out.shape(0) <= 1);
     out.set_data(mx::allocator::malloc(out.nbytes()), out.size(), strides, flags);
     if (out.size() == 0) return;
-    AttentionJob j{Head(q), Head(k), Head(v), q.shape(0), q.shape(1), k.shape(1), q.shape(2), k.shape(2), q.shape(3), v.shape(3), scale_, kind_, window_};
+    const int keys = order_ ? in.back().shape(1) : k.shape(2);
+    AttentionJob j{Head(q), Head(k), Head(v), q.shape(0), q.shape(1), k.shape(1), q.shape(2), keys, q.shape(3), v.shape(3), scale_, kind_, window_};
     AttentionInputs rest(in, 3, kind_, starts_, sinks_, order_, j);
     j.out = out.data<char>();
     j.out_type = type_of(out.dtype());
@@ -294,7 +316,8 @@ mx::array attention(const mx::array& q, const mx::array& k, const mx::array& v, 
                     mx::StreamOrDevice s) {
   auto stream = mx::to_stream(s);
   std::vector<mx::array> in{q, k, v};
-  AttentionInputs::push(in, {q.shape(0), q.shape(1), q.shape(2), k.shape(2)}, kind, mask, starts, sinks, order, stream);
+  const int keys = order && kind < MASK_BOOLEAN ? order->shape(-1) : k.shape(2);
+  AttentionInputs::push(in, {q.shape(0), q.shape(1), q.shape(2), keys}, kind, mask, starts, sinks, order, stream);
   auto shape = q.shape();
   shape.back() = v.shape(-1);
   return mx::array(std::move(shape), q.dtype(), std::make_shared<Attention>(stream, scale, kind, window, starts.has_value(), sinks.has_value(), order.has_value()), std::move(in));

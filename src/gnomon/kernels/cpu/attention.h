@@ -31,9 +31,10 @@ struct AttentionJob {
   int64_t mb = 0, mh = 0, mq = 0, mk = 0;
   const int32_t* starts = nullptr;
   const int32_t* order = nullptr;  // [batch, keys], else keys are walked as they lie
-  int slot(int b, int c) const { return order ? order[static_cast<int64_t>(b) * keys + c] : c; }
   const int32_t* homes = nullptr;  // the row of k and v that each row of q attends to, else the same
-  int home(int b) const { return homes ? homes[b] : b; }
+  bool paged = false;              // k and v are one row of pages, in which rows of `order` say where the homes' keys are
+  int slot(int b, int c) const { return order ? order[static_cast<int64_t>(paged && homes ? homes[b] : b) * keys + c] : c; }
+  int home(int b) const { return paged ? 0 : homes ? homes[b] : b; }
   const char* sinks = nullptr;
   Type sink_type = F32;
   char* out;
@@ -59,7 +60,7 @@ class AttentionInputs {
 
 // softmax(scale * q k^T + mask) v for q [B, Hq, L, D], k [B, Hk, S, D], v [B, Hk, S, Dv]; a row that sees no key gives zeros.
 // `order` [B, S] or [1, S], a permutation in each row, is the order in which keys are added up: the c-th one is k[b, :, order[b, c]]. Causal masks
-// count in that order; arrays of masks lie as the keys do.
+// count in that order; arrays of masks lie as the keys do. Without such an array an order may be shorter, or longer: it names the keys that there are.
 mx::array attention(const mx::array& q, const mx::array& k, const mx::array& v, float scale, int kind, const std::optional<mx::array>& mask,
                     const std::optional<mx::array>& starts, int window, const std::optional<mx::array>& sinks, const std::optional<mx::array>& order,
                     mx::StreamOrDevice s);

@@ -12,10 +12,6 @@ CodesForm::CodesForm(int coding, int bits, int group, int dim, int type, std::ve
   t->codes = {static_cast<Coding>(coding), bits, group, dim, static_cast<Type>(type), t->levels.data(), t->bounds.data(), t->signs.data()};
   tables_ = std::move(t);
 }
-int CodesForm::row_bytes() const {
-  const RowCodes& c = codes();
-  return c.code_bytes() + c.groups() * static_cast<int>(type_size(c.type)) * (c.coding == ROTATED ? 1 : 2);
-}
 
 namespace {
 Head words(const mx::array& a, const RowCodes& codes) {

@@ -10,7 +10,7 @@ class CodesForm {
   // `type` is that of scales and biases: 0 float32, 1 float16, 2 bfloat16. `levels`, `bounds` and `signs` are for ROTATED alone.
   CodesForm(int coding, int bits, int group, int dim, int type, std::vector<float> levels, std::vector<float> bounds, std::vector<float> signs);
   const RowCodes& codes() const { return tables_->codes; }
-  int row_bytes() const;
+  int row_bytes() const { return codes().row_bytes(); }
   std::shared_ptr<const void> owner() const { return tables_; }
 
  private:

@@ -20,6 +20,7 @@ struct RowCodes {
   const float* signs;   // ROTATED: dim of them
   int groups() const { return dim / group; }
   int code_bytes() const { return dim * bits / 8; }
+  int row_bytes() const { return code_bytes() + groups() * (static_cast<int>(type) ? 2 : 4) * (coding == ROTATED ? 1 : 2); }  // float32 is type 0
 };
 inline constexpr int MOST_GROUPS = 64;
 inline constexpr int MOST_ROTATED = 512;  // elements of a head

@@ -3,19 +3,19 @@ namespace gnomon::GNOMON_ISA {
 
 template <int BITS> struct Multiplied {
   vf s, b;
-  void __attribute__((always_inline)) group(float scale, float bias) { s = set1(scale), b = set1(bias); }
+  void __attribute__((always_inline)) group(vf scale, vf bias) { s = scale, b = bias; }
   vf __attribute__((always_inline)) at(const uint8_t* p, int part) const { return fma(to_float(clean<BITS>(raw_codes<BITS>(p, part))), s, b); }
 };
 template <int BITS> struct Moved {
   vf s, z;
-  void __attribute__((always_inline)) group(float scale, float zero) { s = set1(scale), z = set1(zero); }
+  void __attribute__((always_inline)) group(vf scale, vf zero) { s = scale, z = zero; }
   vf __attribute__((always_inline)) at(const uint8_t* p, int part) const {
     return mul(add(to_float(BITS == 8 ? signed_codes(p, part) : clean<BITS>(raw_codes<BITS>(p, part))), z), s);
   }
 };
 template <int BITS> struct Looked {
   Levels<BITS> levels;
-  void __attribute__((always_inline)) group(float scale, float) { levels.by(scale); }
+  void __attribute__((always_inline)) group(vf scale, vf) { levels.by(scale); }
   vf __attribute__((always_inline)) at(const uint8_t* p, int part) const { return levels.at(raw_codes<BITS>(p, part)); }
 };
 template <bool FEW, template <int> class A, template <int> class B, int BITS> struct Either { using type = A<BITS>; };
@@ -48,7 +48,7 @@ template <int CODING, int BITS> static void decode_as(const RowCodes& c, const u
     const float* s = numbers(c, row, g0, n, first_room);
     const float* b = CODING != ROTATED ? numbers(c, row, all + g0, n, second_room) : s;
     for (int g = 0; g < n; g++) {
-      d.group(s[g], b[g]);
+      d.group(set1(s[g]), set1(b[g]));
       const int first = (g0 + g) * c.group, low = first < from ? from : first;
       const int high = first + c.group < from + count ? first + c.group : from + count;
       for (int i = low; i < high; i += 16)

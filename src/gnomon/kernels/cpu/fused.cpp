@@ -93,7 +93,8 @@ class AttentionLayer : public Heads {
     dispatch(name(), stream(), [w, x = Rows(in[0]), to = out[0].data<char>(), type = type_of(out[0].dtype()), batch = in[0].shape(0), length = static_cast<int64_t>(in[0].shape(1))] {
       w->parts.prepare(table());
       Room room;
-      w->parts.attend_rows(x, type, batch, length, starts(w->offset, batch).data(), nullptr, w->buffers, w->residual, to, room);
+      const std::vector<int32_t> first = starts(w->offset, batch);
+      w->parts.attend_rows(x, type, {batch, length, first.data()}, w->buffers, w->residual, to, room);
     });
   }
 
@@ -170,6 +171,7 @@ class GatedMlp : public Native {
 std::vector<mx::array> heads(const mx::array& x, const std::optional<mx::array>& norm, float eps, const Projection& q, const Projection& k, const Projection& v,
                              const std::optional<mx::array>& q_norm, const std::optional<mx::array>& k_norm, const HeadForm& form, const std::optional<mx::array>& offset,
                              const std::optional<mx::array>& freqs, mx::StreamOrDevice s) {
+  if (form.gated) throw std::invalid_argument("gated heads are a whole attention layer's");
   auto stream = mx::to_stream(s);
   std::vector<mx::array> in{x};
   if (norm) in.push_back(*norm);

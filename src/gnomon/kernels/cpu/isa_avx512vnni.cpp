@@ -6,12 +6,14 @@
 #include "attention.inl"
 #include "recurrent.inl"
 #include "codes.inl"
+#include "codes_attention.inl"
 
 namespace gnomon {
 const Table* table_avx512vnni() {
   using namespace isa_avx512vnni;
   static const Table table = {"avx512vnni", TILE_ROWS, DIRECT_MOST, arrange, multiply, decode_row, rms_norm, layer_norm, gate, add_rows, row_max,
-                              exp_sum, scale_row, divide_row, rotate, scores, weigh, delta_step, convolve, to_f32, from_f32, decode_codes, encode_codes, turn_back};
+                              exp_sum, scale_row, divide_row, rotate, scores, weigh, delta_step, convolve, to_f32, from_f32, decode_codes, encode_codes, turn_back,
+                              scores_of_codes, weigh_codes};
   return &table;
 }
 }  // namespace gnomon

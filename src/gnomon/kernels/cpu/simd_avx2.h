@@ -47,6 +47,12 @@ INLINE vf load_half(const uint16_t* p, int n, Type t) {
   if (t == F16) return _mm256_cvtph_ps(h);
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16));
 }
+// One number in all lanes.
+INLINE vf spread_half(const uint16_t* p, Type t) {
+  float one[W];
+  store(one, load_half(p, 1, t));
+  return set1(one[0]);
+}
 INLINE void store_half(uint16_t* p, int n, Type t, vf v) {
   __m128i h;
   if (t == F16) {
@@ -290,13 +296,13 @@ template <int BITS> struct Levels {
   const float* level;
   vf s;
   void __attribute__((always_inline)) set(const float* p) { level = p; }
-  void __attribute__((always_inline)) by(float x) { s = set1(x); }
+  void __attribute__((always_inline)) by(vf x) { s = x; }
   vf __attribute__((always_inline)) at(vi raw) const { return mul(_mm256_i32gather_ps(level, clean<BITS>(raw), 4), s); }
 };
 struct EightLevels {
   vf level, scaled;
   void __attribute__((always_inline)) set(const float* p) { level = load(p); }
-  void __attribute__((always_inline)) by(float s) { scaled = mul(level, set1(s)); }
+  void __attribute__((always_inline)) by(vf s) { scaled = mul(level, s); }
   vf __attribute__((always_inline)) at(vi raw) const { return _mm256_permutevar8x32_ps(scaled, raw); }
 };
 template <> struct Levels<2> : EightLevels {};
@@ -304,7 +310,7 @@ template <> struct Levels<3> : EightLevels {};
 template <> struct Levels<4> {
   vf low, high, a, b;
   void __attribute__((always_inline)) set(const float* p) { low = load(p), high = load(p + 8); }
-  void __attribute__((always_inline)) by(float s) { a = mul(low, set1(s)), b = mul(high, set1(s)); }
+  void __attribute__((always_inline)) by(vf s) { a = mul(low, s), b = mul(high, s); }
   vf __attribute__((always_inline)) at(vi raw) const {
     return _mm256_blendv_ps(_mm256_permutevar8x32_ps(a, raw), _mm256_permutevar8x32_ps(b, raw), _mm256_castsi256_ps(_mm256_slli_epi32(raw, 28)));
   }

@@ -45,6 +45,11 @@ INLINE vf load_half(const uint16_t* p, int n, Type t) {
   if (t == F16) return _mm512_cvtph_ps(h);
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16));
 }
+// One number in all lanes.
+INLINE vf spread_half(const uint16_t* p, Type t) {
+  if (t == F16) return _mm512_cvtph_ps(_mm256_set1_epi16((short)*p));
+  return _mm512_castsi512_ps(_mm512_set1_epi32((int)((uint32_t)*p << 16)));
+}
 INLINE void store_half(uint16_t* p, int n, Type t, vf v) {
   __m256i h;
   if (t == F16) {
@@ -338,31 +343,31 @@ INLINE vi signed_codes(const uint8_t* p, int) { return _mm512_cvtepi8_epi32(_mm_
 template <int BITS> struct Levels {
   vf level, scaled;
   void __attribute__((always_inline)) set(const float* p) { level = load(p); }
-  void __attribute__((always_inline)) by(float s) { scaled = mul(level, set1(s)); }
+  void __attribute__((always_inline)) by(vf s) { scaled = mul(level, s); }
   vf __attribute__((always_inline)) at(vi raw) const { return _mm512_permutexvar_ps(raw, scaled); }
 };
 template <> struct Levels<5> {
   vf low, high, a, b;
   void __attribute__((always_inline)) set(const float* p) { low = load(p), high = load(p + 16); }
-  void __attribute__((always_inline)) by(float s) { a = mul(low, set1(s)), b = mul(high, set1(s)); }
+  void __attribute__((always_inline)) by(vf s) { a = mul(low, s), b = mul(high, s); }
   vf __attribute__((always_inline)) at(vi raw) const { return _mm512_permutex2var_ps(a, raw, b); }
 };
 template <> struct Levels<8> {
   const float* level;
   vf s;
   void __attribute__((always_inline)) set(const float* p) { level = p; }
-  void __attribute__((always_inline)) by(float x) { s = set1(x); }
+  void __attribute__((always_inline)) by(vf x) { s = x; }
   vf __attribute__((always_inline)) at(vi codes) const { return mul(_mm512_i32gather_ps(codes, level, 4), s); }
 };
 // Few codes: what they stand for is looked up, so scaling is free.
 template <int BITS> struct Affine {
   vf level;
-  void __attribute__((always_inline)) group(float s, float b) { level = _mm512_fmadd_ps(_mm512_cvtepi32_ps(clean<BITS>(lanes())), set1(s), set1(b)); }
+  void __attribute__((always_inline)) group(vf s, vf b) { level = _mm512_fmadd_ps(_mm512_cvtepi32_ps(clean<BITS>(lanes())), s, b); }
   vf __attribute__((always_inline)) at(const uint8_t* p, int) const { return _mm512_permutexvar_ps(raw_codes<BITS>(p, 0), level); }
 };
 template <int BITS> struct Shifted {
   vf level;
-  void __attribute__((always_inline)) group(float s, float z) { level = mul(add(_mm512_cvtepi32_ps(clean<BITS>(lanes())), set1(z)), set1(s)); }
+  void __attribute__((always_inline)) group(vf s, vf z) { level = mul(add(_mm512_cvtepi32_ps(clean<BITS>(lanes())), z), s); }
   vf __attribute__((always_inline)) at(const uint8_t* p, int) const { return _mm512_permutexvar_ps(raw_codes<BITS>(p, 0), level); }
 };
 constexpr int LOOKED_UP = 4;

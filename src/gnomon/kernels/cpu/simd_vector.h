@@ -100,6 +100,12 @@ INLINE vf load_half(const uint16_t* p, int n, Type t) {
     if (i < n) v[i] = half_to_float(p[i], t);
   return v;
 }
+// One number in all lanes.
+INLINE vf spread_half(const uint16_t* p, Type t) {
+  float one[W];
+  store(one, load_half(p, 1, t));
+  return set1(one[0]);
+}
 INLINE void store_half(uint16_t* p, int n, Type t, vf v) {
   for (int i = 0; i < W; i++)
     if (i < n) p[i] = float_to_half(v[i], t);
@@ -303,7 +309,7 @@ template <int BITS> struct Levels {
   const float* level;
   vf s;
   void __attribute__((always_inline)) set(const float* p) { level = p; }
-  void __attribute__((always_inline)) by(float x) { s = set1(x); }
+  void __attribute__((always_inline)) by(vf x) { s = x; }
   vf __attribute__((always_inline)) at(vi codes) const { return mul(vf{level[codes[0]], level[codes[1]], level[codes[2]], level[codes[3]]}, s); }
 };
 constexpr int LOOKED_UP = 0;

@@ -32,6 +32,7 @@ class Writing:
     """The segments of a window, and the index arrays that its layers share."""
 
     def __init__(self, segments: Sequence[Segment]) -> None:
+        self.segments = segments
         old = [one for one in segments if not one.is_new]
         # One operation for many rows; a few slices are cheaper for one or two.
         self.scattered = old if len(old) > MOST_SLICES else []
@@ -88,31 +89,84 @@ class Layout:
 class PageArrays:
     """Keys and values `[heads, pages, PAGE, width]` of one layer, written in place.
 
-    Writes are in place only while nobody else holds the arrays, so what is read is a copy, or a view that dies with the forward.
+    Writes are in place only while nobody else holds the arrays, so what is read is a copy, or a view that dies with the forward. A kernel
+    that was given `open_buffers` writes in place whoever holds them; `appending` is computed once it has.
     """
 
     def __init__(self) -> None:
-        self.keys: mx.array | None = None
-        self.values: mx.array | None = None
+        self._keys: mx.array | None = None
+        self._values: mx.array | None = None
+        self._copies: list[mx.array] = []
+        self.appending: mx.array | None = None
+
+    @property
+    def keys(self) -> mx.array | None:
+        self._settle()
+        return self._keys
+
+    @keys.setter
+    def keys(self, value: mx.array) -> None:
+        self._keys = value
+
+    @property
+    def values(self) -> mx.array | None:
+        self._settle()
+        return self._values
+
+    @values.setter
+    def values(self, value: mx.array) -> None:
+        self._values = value
+
+    @property
+    def dtype(self) -> mx.Dtype | None:
+        """The type of keys; None before the first write."""
+        return None if self._keys is None else self._keys.dtype
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one page; 0 before the first write."""
-        return sum(array.nbytes // array.shape[1] for array in self.held())
+        return sum(array.nbytes // array.shape[1] for array in self.lying())
 
     def held(self) -> list[mx.array]:
-        return [array for array in (self.keys, self.values) if array is not None]
+        """What to evaluate so that all writes are done."""
+        return [array for array in (self._keys, self._values, self.appending) if array is not None]
+
+    def lying(self) -> list[mx.array]:
+        """Keys and values, whether or not a kernel still writes to them; none before the first write."""
+        return [array for array in (self._keys, self._values) if array is not None]
+
+    def open_buffers(self, *, settled: bool) -> tuple[mx.array, mx.array] | None:
+        """The arrays, for a kernel that writes to them; None before the first write. Unless `settled`, it waits for `appending` itself."""
+        if settled:
+            self._settle()
+        if self._keys is None or self._values is None:
+            return None
+        self.remember([])
+        return self._keys, self._values
+
+    def remember(self, copies: Sequence[mx.array]) -> None:
+        """Copies that may not be evaluated yet: they are before a kernel writes, since their pages may be free by then."""
+        if self._copies:
+            mx.eval(self._copies)
+        self._copies = list(copies)
+
+    def _settle(self) -> None:
+        """Let the arrays depend on the append that a kernel makes to them."""
+        if self.appending is not None and self._keys is not None and self._values is not None:
+            appending, self.appending = self.appending, None
+            self._keys, self._values = mx.depends([self._keys, self._values], [appending])
 
     def reserve(self, capacity: int, keys: mx.array, values: mx.array) -> None:
         """Arrays that don't exist yet take heads, width and type from `[B, heads, n, width]`."""
-        if self.keys is None or self.values is None:
+        if self._keys is None or self._values is None:
             self.keys = mx.zeros((keys.shape[1], capacity, PAGE, keys.shape[3]), keys.dtype)
             self.values = mx.zeros((values.shape[1], capacity, PAGE, values.shape[3]), values.dtype)
 
     def empty(self) -> None:
         """Keep the place of zeros only."""
-        if self.keys is not None and self.values is not None:
-            keys, values = self.keys, self.values
+        self.appending, self._copies = None, []
+        if self._keys is not None and self._values is not None:
+            keys, values = self._keys, self._values
             self.keys = mx.zeros((keys.shape[0], 1, *keys.shape[2:]), keys.dtype)
             self.values = mx.zeros((values.shape[0], 1, *values.shape[2:]), values.dtype)
 

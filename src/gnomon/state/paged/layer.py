@@ -7,11 +7,11 @@ from functools import partial
 
 import mlx.core as mx
 
-from gnomon.kernels import dispatch
+from gnomon.kernels import attention, dispatch
 from gnomon.kernels.coded import Mask, View
 from gnomon.state.codecs.codec import Codec, Fetched
 from gnomon.state.full import full_mask, hides_only_later
-from gnomon.state.layer import LayerState
+from gnomon.state.layer import CodesPair, LayerState, Pages
 from gnomon.state.paged.arrays import PAGE, Layout, Writing
 from gnomon.state.paged.pool import Hold, PagePart
 from gnomon.state.paged.table import PageTable
@@ -37,9 +37,12 @@ class PagedLayer(LayerState):
         self.rows = rows
         self.table = table
         self.number = number
+        self._arrays = table.pool.layers[number]
         self.mask_ndim = mask_ndim
         self.codec = codec
         self._fetched: tuple[Held, Held] | None = None
+        self._dims: tuple[int, int, mx.Dtype] | None = None
+        """Of keys, of values, and their type, once some were appended layer by layer."""
 
     # What models call.
 
@@ -49,8 +52,14 @@ class PagedLayer(LayerState):
         return self.rows.lengths[0] if self.rows.num_rows == 1 else self.rows.offsets
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Held, Held]:
-        """Append `[B, heads, width, dim]`; returns all keys and values `[B, heads, n, dim]`, or under a codec views of them."""
+        """Append `[B, heads, width, dim]`; returns all keys and values `[B, heads, n, dim]`, or under a codec views of them.
+
+        Raises RuntimeError in a flat window, which is appended in place only.
+        """
+        if self.rows.is_flat:
+            raise RuntimeError("a flat window is appended in place only")
         codec, table = self.codec, self.table
+        self._dims = keys.shape[3], values.shape[3], keys.dtype
         if codec is None:
             table.pool.write(self.number, table.writing, keys, values)
             self._fetched = self._read(range(self.rows.num_rows))
@@ -58,6 +67,22 @@ class PagedLayer(LayerState):
             words = codec.encode_keys(keys), codec.encode_values(values)
             table.pool.write(self.number, table.writing, *words)
             self._fetched = self._views(codec, keys, values)
+        return self._fetched
+
+    def update_and_view(self, keys: mx.array, values: mx.array) -> tuple[Held, Held]:
+        """`update_and_fetch` for who attends to views as well as to arrays: a kernel finds plain keys and values in their pages."""
+        rows = self.rows
+        is_read = self.codec is None and dispatch.thread.active and not rows.is_flat
+        layout = self._layout(range(rows.num_rows))
+        if not is_read or layout.run is not None:
+            return self.update_and_fetch(keys, values)
+        self.table.pool.write(self.number, self.table.writing, keys, values)
+        shape = rows.num_rows, keys.shape[1], layout.end
+        attend = self._attend_plain
+        self._fetched = (
+            View(attend, (*shape, keys.shape[3]), keys.dtype),
+            View(attend, (*shape, values.shape[3]), values.dtype),
+        )
         return self._fetched
 
     def keys_and_values(self) -> tuple[Held, Held]:
@@ -82,7 +107,7 @@ class PagedLayer(LayerState):
         return rows.memo(("pages", tuple(members)), lambda: table.layout(members, end))
 
     def _read(self, members: Sequence[int]) -> tuple[mx.array, mx.array]:
-        return self.table.pool.layers[self.number].read(self._layout(members))
+        return self._arrays.read(self._layout(members))
 
     def _views(self, codec: Codec, keys: mx.array, values: mx.array) -> tuple[Held, Held]:
         rows = self.rows
@@ -96,6 +121,20 @@ class PagedLayer(LayerState):
             attend = partial(_attend_apart, codec, Fetched(*self._read(coded), *dims), coded, keys, values)
         shape = rows.num_rows, keys.shape[1], self._layout(coded).end
         return View(attend, (*shape, dims[0]), keys.dtype), View(attend, (*shape, dims[1]), keys.dtype)
+
+    def _attend_plain(self, queries: mx.array, scale: float, mask: Mask, sinks: mx.array | None) -> mx.array:
+        """All rows attend to what is held, as `_attend_coded`."""
+        rows = self.rows
+        layout = self._layout(range(rows.num_rows))
+        if hides_only_later(rows, self.mask_ndim, mask):
+            slots = self._arrays.slots(rows.num_rows)
+            made = attention.over_slots(
+                queries, *slots, scale=scale, sinks=sinks, starts=rows.offsets, order=layout.slots
+            )
+            if made is not None:
+                return made
+        held = self._arrays.read(layout)
+        return mx.fast.scaled_dot_product_attention(queries, *held, scale=scale, mask=mask, sinks=sinks)
 
     def _attend_coded(
         self,
@@ -111,12 +150,48 @@ class PagedLayer(LayerState):
         members = range(rows.num_rows)
         layout = self._layout(members)
         if layout.run is None and dispatch.thread.active and hides_only_later(rows, self.mask_ndim, mask):
-            words = self.table.pool.layers[self.number].slots(rows.num_rows)
+            words = self._arrays.slots(rows.num_rows)
             held = Fetched(*words, *dims, length=layout.end, starts=rows.offsets, order=layout.slots)
             made = codec.attend_natively(queries, held, scale, mask, sinks)
             if made is not None:
                 return made
         return codec.attend(queries, Fetched(*self._read(members), *dims), scale, mask, sinks)
+
+    # What layers that run as one operation call.
+
+    @property
+    def codes(self) -> CodesPair | None:
+        """How the pages are read; None if they are plain."""
+        if self.codec is None or self._dims is None:
+            return None
+        key_dim, value_dim, dtype = self._dims
+        return self.codec.key_codes(key_dim, dtype), self.codec.value_codes(value_dim, dtype)
+
+    @property
+    def appending(self) -> mx.array | None:
+        """What is computed once a kernel has appended to the pages."""
+        return self._arrays.appending
+
+    @property
+    def flat_type(self) -> mx.Dtype | None:
+        """The type of keys of which a flat window can be appended, in place only; None if none can: it takes several rows of plain ones."""
+        return self._arrays.dtype if self.codec is None and self.rows.num_rows > 1 else None
+
+    @property
+    def pages(self) -> Pages:
+        """Where the open window goes and what its rows attend to."""
+        return self.rows.memo("pages to append to", self.table.opened)
+
+    def open_buffers(self, *, settled: bool = False) -> tuple[mx.array, mx.array] | None:
+        """The pool's arrays `[heads, pages, PAGE, width]`;
+        None before the first write, and where a row attends to its first window plain."""
+        if self.codec is not None and (self._dims is None or 0 in self.rows.lengths):
+            return None
+        return self._arrays.open_buffers(settled=settled)
+
+    def appends(self, appending: mx.array) -> None:
+        """A kernel was given the arrays of `open_buffers` and appends the open window."""
+        self._arrays.appending = appending
 
     # What BatchState calls.
 
@@ -135,6 +210,7 @@ class PagedLayer(LayerState):
     def join(self, other: LayerState, row_capacity: int) -> None:  # noqa: ARG002  (the table does it)
         if not isinstance(other, PagedLayer) or other.codec != self.codec:
             raise TypeError(f"a paged layer can't take rows of {other!r}")
+        self._dims = self._dims or other._dims
 
     def snapshot(self, row: int) -> LayerSnapshot:
         return self.cut(row, 0, self.rows.lengths[row])
@@ -143,21 +219,21 @@ class PagedLayer(LayerState):
         return True
 
     def cut(self, row: int, start: int, stop: int) -> LayerSnapshot:
-        arrays = self.table.pool.layers[self.number]
         pieces = list[dict[str, mx.array]]()
         at = start
         while at < stop:
             place, offset = divmod(at, PAGE)
             count = min(PAGE - offset, stop - at)
-            pieces.append(arrays.copy(self.table.held[row][place].page.index, offset, offset + count))
+            pieces.append(self._arrays.copy(self.table.held[row][place].page.index, offset, offset + count))
             at += count
         names = pieces[0] if pieces else ()
         whole = {name: mx.concatenate([piece[name] for piece in pieces], axis=2) for name in names}
+        self._arrays.remember(list(whole.values()))
         return LayerSnapshot("full", whole, self._numbers(stop - start))
 
     def part(self, hold: Hold) -> PagePart:
         """This layer's share of a page that is full."""
-        return PagePart(hold, self.table.pool.layers[self.number], self._numbers(PAGE))
+        return PagePart(hold, self._arrays, self._numbers(PAGE))
 
     def restore(self, snapshot: LayerSnapshot) -> None:  # noqa: ARG002  (see `fill`)
         raise ValueError("pages are restored for all layers at once")
@@ -173,10 +249,10 @@ class PagedLayer(LayerState):
             self.table.pool.write(self.number, writing, snapshot.arrays["keys"], snapshot.arrays["values"])
 
     def arrays(self) -> list[mx.array]:
-        return self.table.pool.layers[self.number].held()
+        return self._arrays.held()
 
     def bytes_held(self) -> int:
-        return self.table.num_held() * self.table.pool.layers[self.number].page_bytes
+        return self.table.num_held() * self._arrays.page_bytes
 
     def problems(self) -> list[str]:
         return self.table.problems() if not self.number else []

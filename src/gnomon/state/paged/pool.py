@@ -110,7 +110,7 @@ class PagePool:
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays, free pages included."""
-        return sum(array.nbytes for array in self.arrays())
+        return sum(array.nbytes for layer in self.layers for array in layer.lying())
 
     @property
     def capacity(self) -> int:
@@ -218,7 +218,7 @@ class PagePool:
                 raise RuntimeError(
                     f"the page at {index} is at {page.index}, held by {page.holds}, {page.row_holds} rows"
                 )
-        for array in self.arrays():
+        for array in [array for layer in self.layers for array in layer.lying()]:
             if array.shape[1] != self._capacity:
                 raise RuntimeError(f"an array of shape {array.shape} has no room for {self._capacity} places")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from gnomon.state.layer import Pages
 from gnomon.state.paged.arrays import PAGE, Layout, Segment, Writing
 from gnomon.state.paged.pool import Hold, PagePool
 from gnomon.state.rows import Rows
@@ -81,6 +82,17 @@ class PageTable:
         """Where the first `end` positions of these rows are."""
         pages = num_pages(end)
         return Layout([[hold.page.index for hold in self.held[row][:pages]] for row in members], end)
+
+    def opened(self) -> Pages:
+        """Where the open window goes and what its rows attend to, for a kernel that appends it."""
+        rows = self.rows
+        counts = [1] * sum(rows.counts) if rows.is_flat else rows.counts
+        fresh = [
+            (one.page, -1 if one.source is None or not one.offset else one.source, one.offset, one.offset + one.count)
+            for one in self.writing.segments
+            if one.is_new
+        ]
+        return PAGE, [[hold.page.index for hold in held] for held in self.held], counts, fresh
 
     def num_held(self) -> int:
         """Different pages of all rows."""
