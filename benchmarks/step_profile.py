@@ -1,10 +1,12 @@
 """Where the time of a generated token goes outside the products: CPU per thread and wall, in process and over HTTP, in interleaved rounds.
 
-    uv run python benchmarks/step_profile.py MODEL [--rounds 4] [--tokens 200] [--rows 1] [--prompt 32] [--kernels native]
+    uv run python benchmarks/step_profile.py MODEL [--rounds 4] [--tokens 200] [--rows 1 8] [--prompt 32] [--kernels native]
+                                                   [--random-1b DIR [--bits 4]]
 
 One process: the engine's thread, the server's thread, and the kernels' threads (MLX's stream and the pool). The client of the HTTP rounds
-is another process that only reads. CPU seconds are the scheduler's for each thread, so a busy machine disturbs them little; wall is from
-the first token to the last.
+is another process that only reads. Every round is printed when it is done; the two ways take turns in going first. CPU seconds are the
+scheduler's for each thread, so a busy machine disturbs them little; wall is from the first token to the last. --random-1b makes a model of
+the shape of Llama 3.2 1B with random weights in DIR, with MODEL's tokenizer, and measures that.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from gnomon.chat.template import ChatTemplate
@@ -30,6 +33,7 @@ from gnomon.engine.settings import Settings
 from gnomon.serve.app import create_app
 from gnomon.serve.listen import bind
 from gnomon.serve.server import serving
+from speculation import make_1b
 
 CLIENT = """
 import json, sys, threading, time, http.client
@@ -127,34 +131,57 @@ def main() -> None:
     parser.add_argument("model", type=Path, help="an MLX model directory")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=200)
-    parser.add_argument("--rows", type=int, default=1)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1])
     parser.add_argument("--prompt", type=int, default=32)
     parser.add_argument("--kernels", choices=("native", "int8", "stock"), default="native")
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--random-1b", type=Path)
+    parser.add_argument("--bits", type=int, choices=(4, 8), help="of the random model (default: bfloat16)")
     args = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
+    path = args.model if args.random_1b is None else make_1b(args.random_1b, args.model, args.bits)
     config = resolve()
     kernel = replace(config.kernel, kernels=args.kernels, threads=args.threads)
-    settings = Settings(engine=replace(config.engine, prompt_cache=0), kernels=kernel)
-    tokenizer = Tokenizer.load(args.model)
+    settings = Settings(engine=replace(config.engine, batch=max(args.rows), prompt_cache=0), kernels=kernel)
+    tokenizer = Tokenizer.load(path)
     http = replace(HTTPConfig(), port=0)
     prompt = [5 + (7 * i) % 1000 for i in range(args.prompt)]
-    found: dict[str, list[Round]] = {"in process": [], "HTTP": []}
-    with load(args.model, settings) as engine, bind(http) as bound:
+    with load(path, settings) as engine, bind(http) as bound:
         app = create_app(engine, tokenizer, ChatTemplate(tokenizer), http, SamplingDefaults())
         with serving(app, engine, bound, http) as address:
-            in_process(engine, prompt, args.rows, 16)
-            over_http(address, prompt, args.rows, 16)
-            for _ in range(args.rounds):
-                found["in process"].append(
-                    measured(lambda: in_process(engine, prompt, args.rows, args.tokens), args.tokens)
-                )
-                found["HTTP"].append(measured(lambda: over_http(address, prompt, args.rows, args.tokens), args.tokens))
-    print(f"{args.model.name}, {args.rows} rows, {args.tokens} tokens: ms per step, medians of {args.rounds} rounds")
-    print("| | wall | engine thread | server thread | kernel threads |\n| --- | --- | --- | --- | --- |")
+            found = {rows: profile(engine, address, prompt, rows, args) for rows in args.rows}
+    for rows, rounds in found.items():
+        print(table(f"{path.name}, {args.kernels} kernels, {rows} rows, {args.tokens} tokens", rounds))
+
+
+def profile(
+    engine: Engine, address: str, prompt: Sequence[int], rows: int, args: argparse.Namespace
+) -> dict[str, list[Round]]:
+    """Rounds of both ways, by their names."""
+    ways = {"in process": partial(in_process, engine), "HTTP": partial(over_http, address)}
+    for run in ways.values():
+        run(prompt, rows, args.tokens)
+    found: dict[str, list[Round]] = {name: [] for name in ways}
+    for turn in range(args.rounds):
+        for name in sorted(ways, reverse=turn % 2 == 0):
+            found[name].append(measured(lambda run=ways[name]: run(prompt, rows, args.tokens), args.tokens))
+            print(f"{rows} rows, round {turn}, {name}: {found[name][-1]}", flush=True)
+    return found
+
+
+def table(title: str, found: dict[str, list[Round]]) -> str:
+    """Medians of the rounds, and HTTP's wall time over the other's, round by round."""
+    lines = [
+        f"{title}: ms per step, medians of {len(found['HTTP'])} rounds",
+        "| | wall | engine thread | server thread | kernel threads |",
+        "| --- | --- | --- | --- | --- |",
+    ]
     for name, rounds in found.items():
         cells = (statistics.median(getattr(r, f) for r in rounds) for f in ("wall", "engine", "server", "kernels"))
-        print(f"| {name} | {' | '.join(f'{cell:.2f}' for cell in cells)} |")
+        lines.append(f"| {name} | {' | '.join(f'{cell:.3f}' for cell in cells)} |")
+    ratios = [over.wall / within.wall for over, within in zip(found["HTTP"], found["in process"], strict=True)]
+    lines.append(f"HTTP / in process: {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

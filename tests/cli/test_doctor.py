@@ -16,7 +16,8 @@ from caches import converted
 from gnomon.cli import _model, doctor
 from gnomon.cli._verbs import CommandError
 from gnomon.cli.main import main
-from gnomon.kernels import build
+from gnomon.kernels import build, native
+from gnomon.models import backend
 
 Look = Callable[..., tuple[int, dict[str, dict[str, Any]]]]
 
@@ -46,6 +47,21 @@ def test_a_sound_machine(look: Look, tmp_path: Path) -> None:
     assert not (tmp_path / "cache").exists(), "looking makes nothing"
     assert found["model"]["state"] == "note"
     assert "SmolLM2" in found["model"]["remedy"]
+
+
+def test_what_kernels_are_on_an_nvidia_gpu(look: Look, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "is_cuda", lambda: True)
+    monkeypatch.setattr("gnomon.models.backend.backend", lambda: "cuda")
+
+    def kernels(*words: str) -> str:
+        status, found = look(*words)
+        assert (status, found["kernels"]["state"]) == (0, "ok")
+        return found["kernels"]["found"]
+
+    assert kernels() == "stock operations (what auto means on cuda)"
+    assert kernels("--kernels", "native").startswith("native for CUDA, compiled when first used: quantized_matmul")
+    assert kernels("--l1") == "stock operations (asked for)"
+    assert kernels("--kernels", "int8") == "stock operations (int8 ones are for CPUs, this is cuda)"
 
 
 def test_models_that_are_here_and_one_that_is_not(look: Look, tmp_path: Path) -> None:
@@ -79,6 +95,30 @@ def test_kernels_not_built_and_tampered_with(look: Look, tmp_path: Path) -> None
     assert (status, found["kernels"]["state"]) == (1, "broken")
     assert "is not the one that was made there" in found["kernels"]["found"]
     assert "--rebuild" in found["kernels"]["remedy"]
+
+
+def test_how_decode_steps_on_cuda_are_launched(look: Look, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(backend, "backend", lambda: "cuda")
+    _, found = look("--kernels", "native", "--no-cuda-graph")
+    assert found["kernels"]["found"].startswith("native for CUDA")
+    assert (found["launches"]["state"], "asked for" in found["launches"]["found"]) == ("ok", True)
+    try:
+        tools = build.toolchain(extension=build.CUDA)
+    except build.BuildError as error:
+        pytest.skip(f"no toolchain: {error}")
+    assert "not built yet" in look("--kernels", "native")[1]["launches"]["found"]
+    home = tmp_path / "kernels" / tools.key
+    home.mkdir(parents=True, mode=0o700)
+    for name in (f"{build.CUDA.module}.so", "build.json"):
+        (home / name).write_text("{}")
+        (home / name).chmod(0o600)
+    status, found = look("--kernels", "native")
+    assert (status, found["launches"]["state"]) == (1, "broken")
+    monkeypatch.setattr(build, "COMPILERS", ("no-such-compiler",))
+    _, found = look("--kernels", "native")
+    assert found["launches"]["state"] == "note"
+    assert "kernel by kernel" in found["launches"]["found"]
+    assert "--no-cuda-graph" in found["launches"]["remedy"]
 
 
 def test_directories_that_cant_be_used(look: Look, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,15 +62,32 @@ def spread(model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize(("rows", "tiles"), [(1, 1), (8, 1), (9, 2), (16, 2), (17, 4), (32, 4)])
-def test_kernels_are_made_for_8_16_and_32_rows(rows: int, tiles: int) -> None:
-    assert products.tiles_of_rows(rows) == tiles
+def weights(bits: int, group: int, outputs: int, inputs: int) -> Weights:
+    if bits == products.DENSE:
+        return Weights(mx.zeros((outputs, inputs), dtype=mx.bfloat16))
+    scales = mx.zeros((outputs, inputs // group), dtype=mx.bfloat16)
+    return Weights(mx.zeros((outputs, inputs * bits // 32), dtype=mx.uint32), scales, scales, None, bits, group)
+
+
+@pytest.mark.parametrize(("rows", "most"), [(1, 1), (2, 8), (8, 8), (9, 16), (16, 16), (17, 32), (32, 32)])
+def test_kernels_are_made_for_1_8_16_and_32_rows(rows: int, most: int) -> None:
+    assert products.Cut.of(rows, weights(4, 64, 4096, 4096)).rows == most
 
 
 @pytest.mark.parametrize("rows", [0, 33])
 def test_other_numbers_of_rows_are_refused(rows: int) -> None:
     with pytest.raises(ValueError, match=rf"1\.\.32, got {rows}"):
-        products.tiles_of_rows(rows)
+        products.Cut.of(rows, weights(4, 64, 4096, 4096))
+
+
+@pytest.mark.parametrize("inputs", [128, 2048, 14336, 53248])
+@pytest.mark.parametrize("rows", [1, 8, 16, 32])
+@pytest.mark.parametrize(("bits", "group"), [*itertools.product((4, 8), (32, 64, 128)), (16, 64)])
+def test_a_block_fits_a_multiprocessor(bits: int, group: int, rows: int, inputs: int) -> None:
+    for paired, narrow in ((False, False), (True, False), (False, True)):
+        cut = products.Cut.of(rows, weights(bits, group, 48, inputs), paired=paired, narrow=narrow)
+        assert cut.shared_memory(bits, group, inputs) < 227 * 1024  # Hopper's limit for one block
+        assert cut.tiles % 2 == 0 or not paired
 
 
 @pytest.mark.parametrize(("bits", "group"), list(itertools.product((4, 8), (32, 64, 128))))
@@ -295,6 +312,21 @@ def test_shared_buffers_grow_for_appends_in_place() -> None:
     keys, _ = layer.in_place()
     assert keys.shape[2] > 256
     assert (np.array(keys[0, :, :256].astype(mx.float32)) == kept).all()
+
+
+@pytest.mark.parametrize(("policy", "is_native"), [("auto", False), ("stock", False), ("native", True)])
+def test_which_policy_takes_these_kernels(
+    policy: native.Policy, is_native: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(native, "is_cuda", lambda: True)
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    try:
+        found = native.start(policy, cache=tmp_path, graph=False)
+        assert (found.policy, found.native, found.reason) == (policy, is_native, None)
+        assert found.isa == (native.CUDA if is_native else None)
+    finally:
+        dispatch.choose(False)
+        dispatch.uninstall()
 
 
 @pytest.mark.device

@@ -114,17 +114,24 @@ def _backend(_: Config) -> Iterator[Finding]:
 def _kernels(config: Config) -> Iterator[Finding]:
     try:
         from gnomon.kernels import build, native, operations
+        from gnomon.kernels.cuda import operations as cuda_operations
         from gnomon.models.backend import backend
     except ImportError:
         return  # said above
     names = ", ".join(operation.name for operation in operations.ALL)
-    wanted = native.AUTO if config.kernel.kernels == "auto" else config.kernel.kernels
-    if backend() == "cuda" and wanted == "native" and not config.kernel.stock:
-        yield Finding("kernels", "ok", "native for CUDA, compiled when they are first used")
+    wanted = native.meant(config.kernel.kernels)
+    if wanted == "native" and native.is_cuda() and not config.kernel.stock:
+        names = ", ".join(operation.name for operation in cuda_operations.ALL)
+        yield Finding("kernels", "ok", f"native for CUDA, compiled when first used: {names}, decode steps")
         yield _launches(config)
         return
     if config.kernel.stock or wanted == "stock" or backend() != "cpu":
-        why = "asked for" if config.kernel.stock else f"native ones are for Linux CPUs, this is {backend()}"
+        if config.kernel.stock:
+            why = "asked for"
+        elif native.is_cuda():
+            why = "what auto means on cuda" if wanted == "stock" else f"{wanted} ones are for CPUs, this is cuda"
+        else:
+            why = f"native ones are for Linux CPUs and NVIDIA GPUs, this is {backend()}"
         yield Finding("kernels", "ok", f"stock operations ({why})")
         return
     try:

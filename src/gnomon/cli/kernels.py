@@ -64,7 +64,7 @@ def _run_cuda(action: str, config: Config, rebuild: bool) -> int:
             raise CommandError(f"{e}\n{e.log}".rstrip()) from e
         print(f"{made.path}: launches decode steps; the kernels themselves are compiled when they are first used")
         return 0
-    print(f"device: {_device()}\n`--kernels auto` here means {native.AUTO}\n")
+    print(f"device: {_device()}\n`--kernels auto` here means {native.meant('auto')}\n")
     for operation in operations.ALL:
         print(f"{operation.name:18} {operation.contract}")
     print(f"{'decode':18} compiled steps of 1 to 32 rows, bf16, full attention, plain or coded: {', '.join(FAMILIES)}")
@@ -105,7 +105,9 @@ def _list(config: Config) -> int:
         print(f"compiler: {tools.compiler_version}\ninstruction set: {', '.join(tools.isas)}\n{state}")
     except build.BuildError as e:
         print(f"not available here: {e}")
-    print(f"threads: {config.kernel.threads or native.default_threads()}\n`--kernels auto` here means {native.AUTO}\n")
+    print(
+        f"threads: {config.kernel.threads or native.default_threads()}\n`--kernels auto` here means {native.meant('auto')}\n"
+    )
     for operation in operations.ALL:
         print(f"{operation.name:18} {operation.contract}")
     print(f"{'int8':18} with `--kernels int8`: weights of 4 and 8 bits by activations rounded to 8 bits instead of 16")

@@ -17,16 +17,13 @@ import mlx.nn as nn
 import psutil
 
 from gnomon.kernels import blocks, build, dispatch, layers, operations
-from gnomon.kernels.cuda import decode, graphs, sources
+from gnomon.kernels.cuda import decode, experts, graphs, recurrent, sources
 from gnomon.kernels.cuda import operations as cuda_operations
 from gnomon.kernels.cuda.graphs import Graphs
 
 log = logging.getLogger(__name__)
 
 Policy = Literal["auto", "native", "int8", "stock"]
-AUTO: Literal["native", "stock"] = "native" if sys.platform == "linux" else "stock"
-"""What `auto` means on this platform's CPU; a path becomes the default only where it won a paired comparison."""
-
 MOST_DEFAULT_THREADS = 16
 
 CUDA = "cuda"
@@ -109,7 +106,7 @@ def start(
     Builds on first use, into `cache`. A machine on which that fails gets one warning and stock operations. Threads and
     instruction set are the process's: the last engine to start decides. Raises ValueError for threads or an instruction set that can't be.
     """
-    wanted = AUTO if policy == "auto" else policy
+    wanted = meant(policy)
     if wanted == "native" and is_cuda():
         dispatch.install(cuda_operations.ALL, cuda_operations)
         dispatch.choose(True)
@@ -153,7 +150,8 @@ def prepare(
     """`start`, then swap the layers of a model that the calling thread will step."""
     kernels = start(policy, cache=cache, threads=threads, graph=graph, progress=progress)
     if kernels.isa == CUDA:
-        return replace(kernels, layers=decode.swap(model, _graphs if kernels.graph is None else None))
+        steps = decode.swap(model, _graphs if kernels.graph is None else None)
+        return replace(kernels, layers={**experts.swap(model), **recurrent.swap(model), **steps})
     extension = _extension
     if not kernels.native or extension is None:
         return kernels
@@ -168,6 +166,13 @@ def _load(cache: Path, compiler: str | None, progress: Callable[[str], None]) ->
             made = build.ensure(cache, compiler=compiler, progress=progress)
             _extension, _build = build.load(made), made
         return _extension, _build
+
+
+def meant(policy: Policy) -> Literal["native", "int8", "stock"]:
+    """What a policy means here. A path is what `auto` means only where it won its paired comparisons: on Linux CPUs."""
+    if policy != "auto":
+        return policy
+    return "native" if sys.platform == "linux" and not is_cuda() else "stock"
 
 
 def _load_graphs(cache: Path, compiler: str | None, progress: Callable[[str], None]) -> str | None:

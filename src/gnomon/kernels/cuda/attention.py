@@ -17,7 +17,7 @@ from functools import cache
 
 import mlx.core as mx
 
-from gnomon.kernels.cuda.sources import Kernel, make
+from gnomon.kernels.cuda.sources import AT_ONCE, Kernel, make
 
 HEAD_SIZES = frozenset({64, 128, 256})
 MOST_STRETCHES, STRETCH, BLOCK = 32, 128, 128
@@ -49,7 +49,7 @@ class Form:
 @cache
 def _kernel(form: Form) -> Kernel:
     norms = "q_norm, k_norm" if form.normed else "nullptr, nullptr"
-    body = f"""
+    body = f"""{AT_ONCE}
   const gnomon::Cache cache{{const_cast<__nv_bfloat16*>(keys), const_cast<__nv_bfloat16*>(values),
       keys_strides[0], keys_strides[1], keys_strides[2], values_strides[0], values_strides[1], values_strides[2]}};
   gnomon::attend<{form.size}, {form.heads_per_block}, {"true" if form.normed else "false"}>(
@@ -57,7 +57,7 @@ def _kernel(form: Form) -> Kernel:
       {"true" if form.traditional else "false"}, const_cast<int*>(counters), out, parts);
 """
     names = ["qkv", "keys", "values", "lengths", "inverse", "counters", *(["q_norm", "k_norm"] if form.normed else [])]
-    return make("attend", "attention.cuh", names, ["out", "parts"], body, block=BLOCK, any_strides=True)
+    return make("attend", "attention.cuh", names, ["out", "parts"], body, block=BLOCK, any_strides=True, waits=True)
 
 
 def attend(

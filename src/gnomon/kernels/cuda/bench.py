@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from gnomon.kernels.bench import ROUNDS, Timing
 from gnomon.kernels.cuda import bench_codes
+from gnomon.kernels.cuda.bench_experts import bench_experts, bench_recurrent
 from gnomon.kernels.cuda.operations import quantized_matmul
 from gnomon.kernels.cuda.products import DENSE, Weights, product
 
@@ -49,6 +50,8 @@ def bench() -> Iterator[Timing]:
                 case = f"{rows} x {k} by {n}, {'bf16' if bits == DENSE else f'{bits} bits'}"
                 yield Timing("product", case, *(statistics.median(side) for side in zip(*rounds, strict=True)))
     yield from bench_codes.bench()
+    yield from bench_experts()
+    yield from bench_recurrent()
 
 
 def _weights(n: int, k: int, bits: int, seed: int) -> Weights:

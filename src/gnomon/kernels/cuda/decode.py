@@ -8,8 +8,9 @@
     add          down, residual
     product      norm, head                                   1
 
-In stock operations a layer has about 15. Every one costs the host about 5 us, and as much again where Python builds it; the graph is built
-once per shape (`mx.compile`).
+Of a layer with experts the last two are four: product (norm, router), route, gated (norm, gate, up, activation of those chosen),
+blend_and_add (their sum, residual). In stock operations a layer has about 15, with experts 25. Every one costs the host about 5 us, and as
+much again where Python builds it; the graph is built once per shape (`mx.compile`).
 
 Taken: one new token for each of 1 to 32 rows, bf16, states of full attention, plain or coded. Anything else is the model's own forward.
 """
@@ -29,22 +30,52 @@ import mlx.nn as nn
 from mlx_lm.models import rope_utils
 
 from gnomon.kernels.build import BuildError
-from gnomon.kernels.cuda import attention, coded_attention, graphs
+from gnomon.kernels.cuda import attention, coded_attention, experts, graphs
+from gnomon.kernels.cuda.experts import Mixture
 from gnomon.kernels.cuda.graphs import Graphs
-from gnomon.kernels.cuda.products import MOST_ROWS, Weights, add, embed, gated, product
+from gnomon.kernels.cuda.products import MOST_ROWS, Normed, Weights, add, embed, gated, product
 from gnomon.kernels.cuda.record import roomy
 from gnomon.kernels.dispatch import thread, uncovered
 
 log = logging.getLogger(__name__)
 
-FAMILIES = ("llama", "qwen2", "qwen3")
-"""Modules of mlx-lm whose models are norm, attention, residual, norm, gated SiLU MLP, residual."""
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+"""Modules of mlx-lm whose models are norm, attention, residual, norm, gated SiLU MLP or experts, residual."""
 
 graph_failures: list[str] = []
 """Why decoders of this process gave up making graphs."""
 
 MOST_GRAPHS = 16
 """Compiled graphs to keep: one per number of rows and size of buffers."""
+
+
+@dataclass(frozen=True, slots=True)
+class MLP:
+    """A gated MLP."""
+
+    gate: Weights
+    up: Weights
+    down: Weights
+
+    def add(self, x: Normed, h: mx.array, norm: mx.array, eps: float) -> tuple[mx.array, Normed]:
+        """Its result for x plus h, and the same before the next norm."""
+        return add(gated(x, self.gate, self.up), self.down, h, norm, eps)
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedMLP:
+    """A router, and experts of which it chooses `top`."""
+
+    router: Weights
+    experts: Mixture
+    top: int
+    among_chosen: bool
+
+    def add(self, x: Normed, h: mx.array, norm: mx.array, eps: float) -> tuple[mx.array, Normed]:
+        """See `MLP.add`."""
+        chosen, shares = experts.route(product(x, self.router), self.top, self.among_chosen)
+        y = experts.gated(x, chosen, self.experts.gate, self.experts.up)
+        return experts.blend_and_add(y, chosen, shares, self.experts.down, h, norm, eps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +86,7 @@ class Layer:
     k: Weights
     v: Weights
     o: Weights
-    gate: Weights
-    up: Weights
-    down: Weights
+    mlp: MLP | RoutedMLP
     attention_norm: mx.array
     mlp_norm: mx.array
     head_norms: tuple[mx.array, mx.array] | None
@@ -81,7 +110,7 @@ class Decoder:
         self.eps = eps
         self._owners, self._names, self._parts = zip(*watched, strict=True) if watched else ((), (), ())
         self._shapes: set[tuple[int, ...]] = set()
-        self._made: dict[tuple[tuple[tuple[int, ...], mx.Dtype], ...], Any] = {}
+        self._made: dict[tuple[Codings, tuple[tuple[tuple[int, ...], mx.Dtype], ...]], Any] = {}
         self._last: Any = None
         self._codes: Codings = (None,) * len(layers)
         self._counters = mx.zeros(MOST_ROWS * max(layer.form.blocks_per_row for layer in layers), dtype=mx.int32)
@@ -104,7 +133,7 @@ class Decoder:
             qkv = product(x, layer.q, layer.k, layer.v)
             y = self._attend(i, qkv, buffers[2 * i], buffers[2 * i + 1], lengths)
             h, x = add(y, layer.o, h, layer.mlp_norm, eps)
-            h, x = add(gated(x, layer.gate, layer.up), layer.down, h, next_norm, eps)
+            h, x = layer.mlp.add(x, h, next_norm, eps)
         return product(x, self.head)
 
     def _attend(self, i: int, qkv: mx.array, keys: mx.array, values: mx.array, lengths: mx.array) -> mx.array:
@@ -132,7 +161,6 @@ class Decoder:
             self._codes = codes
             self._shapes.clear()
             self._compiled = mx.compile(self._forward)
-            self._made.clear()
             self._last = None
         rows = caches[0].rows
         logits = self._launched(tokens, rows.lengths, buffers)
@@ -158,8 +186,8 @@ class Decoder:
         inputs = [tokens, *buffers]
         logits = self._last.run(inputs, lengths) if self._last is not None else None
         if logits is None:
-            shapes = tuple((roomy(array.shape), array.dtype) for array in inputs)
-            graph = self._made.pop(shapes, None)
+            key = self._codes, tuple((roomy(array.shape), array.dtype) for array in inputs)
+            graph = self._made.pop(key, None)
             try:
                 rows = tokens.shape[0]
                 graph = graph or self.graphs.make(inputs, rows, self.chain, [rows, 1, self.head.outputs])
@@ -172,7 +200,7 @@ class Decoder:
                 return None
             if len(self._made) == MOST_GRAPHS:
                 del self._made[next(iter(self._made))]
-            self._last = self._made[shapes] = graph
+            self._last = self._made[key] = graph
             logits = graph.run(inputs, lengths)
         return logits
 
@@ -233,11 +261,11 @@ def _rotation(rope: Any, size: int) -> tuple[mx.array, bool]:
 
 
 def _layer(block: Any, eps: float, watched: list[Any]) -> Layer:
-    own, mlp = block.self_attn, block.mlp
+    own = block.self_attn
     if getattr(block, "use_sliding", False):
         raise _Unknown("a layer has a sliding window")
     q, k, v, o = (_weights(own, name, watched) for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
-    gate, up, down = (_weights(mlp, name, watched) for name in ("gate_proj", "up_proj", "down_proj"))
+    mlp = _routed(block.mlp, watched) if "switch_mlp" in block.mlp else _mlp(block.mlp, watched)
     size = q.outputs // own.n_heads
     normed = "q_norm" in own
     head_norms = (_norm(own, "q_norm", watched), _norm(own, "k_norm", watched)) if normed else None
@@ -246,14 +274,38 @@ def _layer(block: Any, eps: float, watched: list[Any]) -> Layer:
     form = attention.Form(own.n_heads, own.n_kv_heads, size, float(own.scale), traditional, normed, head_eps)
     if size not in attention.HEAD_SIZES:
         raise _Unknown(f"heads of {size}")
-    if len({(w.bits, w.group) for w in (q, k, v)}) > 1 or gate.kind != up.kind:
+    if len({(w.bits, w.group) for w in (q, k, v)}) > 1:
         raise _Unknown("projections of different bits")
-    if any(w.outputs % 16 for w in (q, k, v, o, gate, down)):
+    if any(w.outputs % 16 for w in (q, k, v, o)):
         raise _Unknown("widths that are no multiples of 16")
     norms = [_norm(block, name, watched) for name in ("input_layernorm", "post_attention_layernorm")]
     if {float(block.input_layernorm.eps), float(block.post_attention_layernorm.eps)} != {eps}:
         raise _Unknown("norms with different eps")
-    return Layer(q, k, v, o, gate, up, down, norms[0], norms[1], head_norms, form, inverse)
+    return Layer(q, k, v, o, mlp, norms[0], norms[1], head_norms, form, inverse)
+
+
+def _mlp(mlp: Any, watched: list[Any]) -> MLP:
+    gate, up, down = (_weights(mlp, name, watched) for name in ("gate_proj", "up_proj", "down_proj"))
+    if gate.kind != up.kind:
+        raise _Unknown("projections of different bits")
+    if gate.outputs % 16 or down.outputs % 16:
+        raise _Unknown("widths that are no multiples of 16")
+    return MLP(gate, up, down)
+
+
+def _routed(block: Any, watched: list[Any]) -> RoutedMLP:
+    switch, router = block.switch_mlp, _weights(block, "gate", watched)
+    made = Mixture.of(switch)
+    if isinstance(made, str) or made.gate.dtype != mx.bfloat16:
+        raise _Unknown(made if isinstance(made, str) else f"experts of {made.gate.dtype}")
+    if router.outputs > experts.MOST_EXPERTS or router.bias is not None or block.sharding_group is not None:
+        raise _Unknown(f"a router of {router.outputs}")
+    if made.down.outputs % 16 or MOST_ROWS * block.top_k > experts.MOST_PAIRS:
+        raise _Unknown(f"{block.top_k} experts of {made.down.outputs}")
+    watched.append((block, "switch_mlp", switch))
+    for name, part in (("gate_proj", made.gate), ("up_proj", made.up), ("down_proj", made.down)):
+        watched += [(switch, name, switch[name]), (switch[name], "weight", part.weight)]
+    return RoutedMLP(router, made, block.top_k, block.norm_topk_prob)
 
 
 def _made(model: Any) -> Decoder:

@@ -67,6 +67,9 @@ FIRST_EARLY = 2
 """The first kernel of a chain that may be started before the one in front of it has ended: what the very first one writes (tokens,
 lengths) all others may then read before they wait."""
 
+EARLY_FROM = 90
+"""Compute capability, times ten, from which kernels can wait by themselves; before, `griddepcontrol` is left out of them."""
+
 
 class Graphs:
     """Makes graphs of one model with the extension `extension` (see `load`); compiled kernels are kept in `cache`."""
@@ -77,6 +80,8 @@ class Graphs:
         self._modules: dict[tuple[str, str], Any] = {}
         self._scratch: mx.array | None = None
         self._order = self._extension.Order()
+        self._architecture: str = self._extension.architecture()
+        self._can_be_early = int(self._architecture.strip("sm_a")) >= EARLY_FROM
 
     def another(self) -> Graphs:
         """For another model: graphs of different models may run at once, so they share no memory, but kernels."""
@@ -108,7 +113,7 @@ class Graphs:
         launches: list[Any] = []
         for number, (call, module) in enumerate(zip(plan.calls, modules, strict=True)):
             values = [self._value(one, plan, arrays, places, offsets) for one in found[number]]
-            is_early = call.kernel.waits and number >= FIRST_EARLY
+            is_early = self._can_be_early and call.kernel.waits and number >= FIRST_EARLY
             shared = call.kernel.shared_memory
             launches.append(self._extension.Launch(module, list(call.grid), call.block, shared, is_early, values))
         result = plan.result
@@ -132,7 +137,7 @@ class Graphs:
             began = time.monotonic()
             names = {str(i): key for i, key in enumerate(wanted)}
             texts = {name: wanted[key] for name, key in names.items()}
-            codes = nvrtc.compile_all(texts, self._extension.architecture(), self._cache)
+            codes = nvrtc.compile_all(texts, self._architecture, self._cache)
             for name, key in names.items():
                 self._modules[key] = self._extension.Module(codes[name], key[0])
             log.info("%d CUDA kernels ready in %.1f s", len(wanted), time.monotonic() - began)

@@ -1,13 +1,30 @@
 // Products of 1 to 32 rows with weights [N, K], for the tensor cores: mma.m16n8k16 with 16 rows of weights as its A and up to 8 rows of x as
-// its B. Codes stay whole numbers (exact in bf16 and f16); scales and biases are applied in float32 per group. One block of 8 warps computes
-// TILES tiles of 16 rows of weights: each warp has its share of K, and the shares are added in one order. Which order depends on K alone,
-// so an output depends on its row of x and its row of weights alone.
+// its B. Codes stay whole numbers (exact in bf16 and f16); scales and biases are applied in float32 per group.
+//
+// A block takes TILES tiles of 16 rows of weights, then the next that are its own. Its warps take stages of K by turns, 128 bytes of every
+// row each, through a ring of their own in shared memory that runs on across tiles; x stays in shared memory where it fits. The warps' sums
+// are added in one order, which depends on K alone, so an output depends on its row of x and its row of weights alone.
+//
+// Weights, scales, biases and norms don't change: a block asks for them before it waits for the kernel before it (`wait_for_others`), so that
+// they arrive meanwhile where the launch allows it.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 namespace gnomon {
 
-constexpr int WARPS = 8;
+// Two nibbles of a word under the bits of a number whose last place is 1: one instruction, if the constants are in registers.
+struct Nibbles {
+  unsigned mask, magic;
+  __device__ __forceinline__ Nibbles(unsigned m) {
+    asm("mov.b32 %0, 0x000f000f;" : "=r"(mask));
+    asm("mov.b32 %0, %1;" : "=r"(magic) : "r"(m));
+  }
+  __device__ __forceinline__ unsigned of(unsigned q) const {
+    unsigned a;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(a) : "r"(q), "r"(mask), "r"(magic));
+    return a;
+  }
+};
 
 template <typename T>
 struct Type;
@@ -24,7 +41,8 @@ struct Type<__nv_bfloat16> {
   }
   // Two nibbles plus 128: that is 0x4300, and there the last place is 1.
   static constexpr float NIBBLE_ZERO = 128.0f;
-  static __device__ __forceinline__ unsigned nibbles(unsigned q) { return (q & 0x000f000fu) | 0x43004300u; }
+  static __device__ __forceinline__ unsigned nibbles(unsigned q, const Nibbles& c) { return c.of(q); }
+  static constexpr unsigned MAGIC = 0x43004300u;
   // Bytes I and I + 1 less 128, by way of 2^23 + byte; such floats end in 16 zero bits.
   template <int I>
   static __device__ __forceinline__ unsigned bytes(unsigned q) {
@@ -50,14 +68,15 @@ struct Type<__half> {
   }
   // 0x6400 is 1024, and there the last place is 1; less 1024 again, which would cost too much of a float32 sum.
   static constexpr float NIBBLE_ZERO = 0.0f;
-  static __device__ __forceinline__ unsigned nibbles(unsigned q) {
-    return minus((q & 0x000f000fu) | 0x64006400u, 0x64006400u);
-  }
+  static __device__ __forceinline__ unsigned nibbles(unsigned q, const Nibbles& c) { return minus(c.of(q), MAGIC); }
+  static constexpr unsigned MAGIC = 0x64006400u;
   template <int I>
   static __device__ __forceinline__ unsigned bytes(unsigned q) {
     return minus(__byte_perm(q, 0x64646464u, I ? 0x4342 : 0x4140), 0x64806480u);
   }
 };
+
+constexpr int WARPS = 8;
 
 // Weights are read once: they pass by the first-level cache, which is for x.
 template <int WORDS>
@@ -73,12 +92,54 @@ __device__ __forceinline__ void load_weights(const void* p, unsigned* q) {
   }
 }
 
-struct True {
-  static constexpr bool value = true;
+// How a chunk of K is spread over the four threads that share a row. BITS 16 are dense weights.
+template <int BITS, int GROUP>
+struct Layout {
+  static constexpr int SUB = GROUP == 32 ? 32 : 64;       // values of K per chunk: never of two groups
+  static constexpr int PER = SUB / 4;                     // values per thread
+  static constexpr int WORDS = PER * BITS / 32;           // 32-bit words of weights per thread
+  static constexpr int MMAS = PER / 4;
 };
-struct False {
-  static constexpr bool value = false;
-};
+
+// No-ops unless the launch lets kernels overlap.
+__device__ __forceinline__ void let_others_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_others() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// BYTES to shared memory, the last BYTES - `valid` of them zeros.
+template <int BYTES>
+__device__ __forceinline__ void copy_async(void* into, const void* from, int valid) {
+  const unsigned to = (unsigned)__cvta_generic_to_shared(into);
+  if constexpr (BYTES == 16) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid) : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(BYTES), "r"(valid) : "memory");
+  }
+}
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int LEFT>
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
+}
+
+// Rings of the warps, addressed by bytes from their start.
+extern __shared__ __align__(128) unsigned char rings[];
+
+template <typename V>
+__device__ __forceinline__ V& shared_at(unsigned at) {
+  return *reinterpret_cast<V*>(rings + at);
+}
+template <int WORDS>
+__device__ __forceinline__ void load_shared(unsigned at, unsigned* q) {
+  if constexpr (WORDS == 1) {
+    q[0] = shared_at<unsigned>(at);
+  } else if constexpr (WORDS == 2) {
+    const uint2 v = shared_at<uint2>(at);
+    q[0] = v.x, q[1] = v.y;
+  } else {
+    const uint4 v = shared_at<uint4>(at);
+    q[0] = v.x, q[1] = v.y, q[2] = v.z, q[3] = v.w;
+  }
+}
 
 template <typename T>
 union Pair {
@@ -96,181 +157,198 @@ struct Weights {
   int rows;
 };
 
-// How a chunk of K is spread over the four threads that share a row. BITS 16 are dense weights.
-template <int BITS, int GROUP>
-struct Layout {
-  static constexpr int SUB = GROUP == 32 ? 32 : 64;       // values of K per chunk: never of two groups
-  static constexpr int PER = SUB / 4;                     // values per thread
-  static constexpr int WORDS = PER * BITS / 32;           // 32-bit words of weights per thread
-  static constexpr int MMAS = PER / 4;
+// How a product is cut: rows of x at most, tiles of weights at a time, stages in a warp's ring, whether x stays in shared memory.
+template <int ROWS_, int TILES_, int DEPTH_, bool X_STAYS_>
+struct Cut {
+  static constexpr int ROWS = ROWS_, TILES = TILES_, DEPTH = DEPTH_, NT = (ROWS + 7) / 8;
+  static constexpr bool X_STAYS = X_STAYS_;
 };
 
-// acc[tile][nt] += the tile's 16 rows of weights times 8 rows of x, over this warp's share of K.
-template <typename T, int BITS, int GROUP, int NT, int TILES, int U>
-__device__ __forceinline__ void multiply(const Weights<T> (&part)[TILES], const int (&first)[TILES], const T* x, int M, int K,
-                                         float (&acc)[TILES][NT][4]) {
-  using L = Layout<BITS, GROUP>;
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
-  const int chunks = K / L::SUB, share = (chunks + 2 * WARPS - 1) / (2 * WARPS) * 2;
-  const int begin = warp * share, end = min(chunks, begin + share);
-  const size_t row_bytes = (size_t)K * BITS / 8;
-  const int groups = K / GROUP;
-  const char* w[TILES][2];
-  const T* s[TILES][2];
-  const T* b[TILES][2];
+// What a warp takes at once, and where it lies in shared memory: the warps' rings, x, a row of zeros, sums. BITS 16 are dense weights.
+template <int BITS, int GROUP, typename C>
+struct Stage {
+  static constexpr int VALUES = 1024 / BITS;                                // of K
+  static constexpr int SUB = BITS != 16 && GROUP == 32 ? 32 : 64;           // values per unit: never of two groups
+  static constexpr int UNITS = VALUES / SUB;
+  static constexpr int MMAS = SUB / 16;                                     // per unit
+  static constexpr int WORDS = SUB * BITS / 128;                            // 32-bit words of codes per lane, row and unit
+  static constexpr int GROUPS = BITS == 16 ? 0 : VALUES / GROUP;
+  static constexpr int SCALE_BYTES = BITS == 16 ? 0 : GROUPS == 1 ? 4 : 2 * GROUPS;  // per row of weights; a lone one lies in its half of a word
+  static constexpr int PIECES = VALUES / 8;                                 // of 16 bytes per row of x
+  static constexpr int SCALES = C::TILES * 2048;
+  static constexpr int BYTES = SCALES + C::TILES * 32 * SCALE_BYTES;
+  static constexpr int ROW = VALUES * 2;                                    // bytes of x
+  static constexpr int SHARE = C::ROWS == 1 ? C::TILES * 16 : C::TILES * C::NT * 128;  // sums per warp
+  // Pieces of 16 bytes are moved about so that lanes read different banks.
+  static __device__ __forceinline__ int turn(int row) { return (row & 1) << 2 | (row & 2) | (row >> 2 & 1); }
+  static __device__ __forceinline__ int turn_x(int row) { return (row & 1) << (BITS != 16 && SUB == 64 ? 0 : 2); }
+  static __device__ __forceinline__ int stages(int K) { return (K + VALUES - 1) / VALUES; }
+  static __device__ __forceinline__ int x_bytes(int K) {  // per warp
+    return C::X_STAYS ? (stages(K) + WARPS - 1) / WARPS * C::ROWS * ROW : 0;
+  }
+  static __device__ __forceinline__ unsigned x_of(int warp, int K) { return WARPS * C::DEPTH * BYTES + warp * x_bytes(K); }
+  static __device__ __forceinline__ unsigned sums(int K) { return x_of(WARPS, K) + ROW; }
+};
+
+// Eight values of x as the nibbles of a word come out: 0 with 4, 1 with 5, 2 with 6, 3 with 7.
+__device__ __forceinline__ void order(unsigned& v0, unsigned& v1, unsigned& v2, unsigned& v3) {
+  const unsigned x0 = v0, x1 = v1, x2 = v2, x3 = v3;
+  v0 = __byte_perm(x0, x2, 0x5410), v1 = __byte_perm(x0, x2, 0x7632);
+  v2 = __byte_perm(x1, x3, 0x5410), v3 = __byte_perm(x1, x3, 0x7632);
+}
+
+// A warp's way through the weights: which rows of which weights it fetches for a set of tiles.
+template <typename T, int BITS, int GROUP, typename C>
+struct Rows {
+  using L = Stage<BITS, GROUP, C>;
+  const char* w[C::TILES];  // this lane's piece of its first row
+  const T* s[C::TILES];     // this lane's row of scales or biases
+  int room[C::TILES];       // rows behind the first
+
+  __device__ __forceinline__ void find(int tile, const Weights<T>& part, int first, int K, int lane) {
+    const int row = min(first + (lane >> 3), part.rows - 1);
+    w[tile] = (const char*)part.w + (size_t)row * (K * BITS / 8) + (lane & 7) * 16;
+    room[tile] = part.rows - 1 - row;
+    if constexpr (BITS != 16) s[tile] = (lane < 16 ? part.s : part.b) + (size_t)min(first + (lane & 15), part.rows - 1) * (K / GROUP);
+  }
+
+  __device__ __forceinline__ void fetch(int c, unsigned to, int K, int lane, bool aligned) const {
+    const int row_bytes = K * BITS / 8;
+    const bool there = c * 128 + (lane & 7) * 16 < row_bytes;
+    const int r = lane >> 3;
+    const unsigned place = r * 128 + (((lane & 7) ^ L::turn(r)) << 4);
 #pragma unroll
-  for (int i = 0; i < TILES; ++i)
+    for (int i = 0; i < C::TILES; ++i) {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const size_t row = min(first[i] + g + 8 * h, part[i].rows - 1);
-      w[i][h] = (const char*)part[i].w + row * row_bytes + t * (BITS == 16 ? 16 : L::WORDS * 4);
+      for (int j = 0; j < 4; ++j) {
+        const char* from = w[i] + min(4 * j, room[i]) * row_bytes + c * 128;
+        copy_async<16>(rings + to + i * 2048 + j * 512 + (place ^ (j & 1) << 4), there ? from : w[i], there ? 16 : 0);
+      }
       if constexpr (BITS != 16) {
-        s[i][h] = part[i].s + row * groups;
-        b[i][h] = part[i].b + row * groups;
+        const unsigned into = to + L::SCALES + (i * 32 + lane) * L::SCALE_BYTES;
+        if (aligned) {
+          copy_async<L::SCALE_BYTES>(rings + into, s[i] + (L::GROUPS == 1 ? c & ~1 : c * L::GROUPS), L::SCALE_BYTES);
+        } else {
+          for (int q = 0; q < L::GROUPS; ++q)
+            shared_at<unsigned short>(into + 2 * (L::GROUPS == 1 ? c & 1 : q)) =
+                c * L::GROUPS + q < K / GROUP ? reinterpret_cast<const unsigned short*>(s[i])[c * L::GROUPS + q] : 0;
+        }
       }
     }
+  }
+};
+
+// acc[tile][nt] += the tiles' rows of weights times 8 rows of x each, over stage c, which is at `stage`, and its x at `xs`.
+template <typename T, int BITS, int GROUP, typename C>
+__device__ __forceinline__ void multiply(int c, unsigned stage, unsigned xs, unsigned zeros, const T* x, int M, int K, const Nibbles& nibbles,
+                                         float (&acc)[C::TILES][C::NT][4]) {
+  using L = Stage<BITS, GROUP, C>;
+  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   // What must be added per code: 8-bit ones come less 128, 4-bit ones may come with something added.
   const float ZERO = BITS == 8 ? 128.0f : -Type<T>::NIBBLE_ZERO;
-  const bool paired = GROUP == 64 && groups % 2 == 0;
-  for (int c0 = begin; c0 < end; c0 += U) {
-    unsigned q[U][TILES][2][L::WORDS];
-    T sc[U][TILES][2], bi[U][TILES][2];
-    const auto load = [&](auto whole) {
 #pragma unroll
-      for (int i = 0; i < TILES; ++i)
+  for (int u = 0; u < L::UNITS; ++u) {
+    unsigned xw[C::NT][L::SUB / 8];
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const char* p = w[i][h] + (size_t)c0 * (L::SUB * BITS / 8);
+    for (int nt = 0; nt < C::NT; ++nt) {
+      const int m = nt * 8 + g;
 #pragma unroll
-          for (int u = 0; u < U; ++u) {
-            const int at = decltype(whole)::value ? u : min(u, end - 1 - c0);
-            if constexpr (BITS == 16) {
-              load_weights<4>(p + at * (L::SUB * BITS / 8), &q[u][i][h][0]);
-              load_weights<4>(p + at * (L::SUB * BITS / 8) + 64, &q[u][i][h][4]);
-            } else {
-              load_weights<L::WORDS>(p + at * (L::SUB * BITS / 8), &q[u][i][h][0]);
-            }
+      for (int j = 0; j < L::SUB / 32; ++j) {
+        const int piece = u * (L::SUB / 8) + (BITS == 16 ? 4 * j + t : L::SUB / 32 * t + j);
+        unsigned(&v)[4] = reinterpret_cast<unsigned(&)[4]>(xw[nt][4 * j]);
+        if constexpr (C::X_STAYS && C::ROWS == 1) {
+          load_shared<4>((g ? zeros : xs) + (piece << 4), v);
+        } else if constexpr (C::X_STAYS) {
+          load_shared<4>(m < M ? xs + m * L::ROW + ((piece ^ L::turn_x(m)) << 4) : zeros + (piece << 4), v);
+        } else {
+          const int k = c * L::VALUES + piece * 8;
+          v[0] = v[1] = v[2] = v[3] = 0;
+          if (m < M && k < K) {
+            const uint4 q = *reinterpret_cast<const uint4*>(x + (size_t)m * K + k);
+            v[0] = q.x, v[1] = q.y, v[2] = q.z, v[3] = q.w;
           }
-          if constexpr (BITS != 16) {
-            if (decltype(whole)::value && paired) {
-#pragma unroll
-              for (int u = 0; u < U; u += 2) {
-                Pair<T> two;
-                two.word = __ldg(reinterpret_cast<const unsigned*>(s[i][h] + c0 + u));
-                sc[u][i][h] = two.part[0], sc[u + 1][i][h] = two.part[1];
-                two.word = __ldg(reinterpret_cast<const unsigned*>(b[i][h] + c0 + u));
-                bi[u][i][h] = two.part[0], bi[u + 1][i][h] = two.part[1];
-              }
-            } else {
-#pragma unroll
-              for (int u = 0; u < U; ++u) {
-                const int group = min(c0 + u, end - 1) * L::SUB / GROUP;
-                sc[u][i][h] = __ldg(s[i][h] + group);
-                bi[u][i][h] = __ldg(b[i][h] + group);
-              }
-            }
-          }
+          if constexpr (BITS == 4) order(v[0], v[1], v[2], v[3]);
         }
-    };
-    if (c0 + U <= end) {
-      load(True());
-    } else {
-      load(False());
+      }
+    }
+    float sums[C::NT][4];
+    if constexpr (BITS != 16) {
+      const unsigned ones[4] = {Type<T>::ONES, Type<T>::ONES, Type<T>::ONES, Type<T>::ONES};
+#pragma unroll
+      for (int nt = 0; nt < C::NT; ++nt) {
+        sums[nt][0] = sums[nt][1] = sums[nt][2] = sums[nt][3] = 0.0f;
+#pragma unroll
+        for (int j = 0; j < L::MMAS; ++j) Type<T>::mma(sums[nt], ones, xw[nt][2 * j], xw[nt][2 * j + 1]);
+      }
     }
 #pragma unroll
-    for (int u = 0; u < U; ++u) {
-      if (c0 + u >= end) break;
-      unsigned xw[NT][L::PER / 2];
+    for (int i = 0; i < C::TILES; ++i) {
+      unsigned q[2][L::WORDS];
 #pragma unroll
-      for (int nt = 0; nt < NT; ++nt) {
-        const int m = nt * 8 + g;
-        const T* p = x + (size_t)m * K + (size_t)(c0 + u) * L::SUB + t * (BITS == 16 ? 8 : L::PER);
-#pragma unroll
-        for (int j = 0; j < L::PER / 8; ++j) {
-          uint4 v = make_uint4(0, 0, 0, 0);
-          if (m < M) v = *reinterpret_cast<const uint4*>(p + j * (BITS == 16 ? 32 : 8));
-          xw[nt][4 * j] = v.x, xw[nt][4 * j + 1] = v.y, xw[nt][4 * j + 2] = v.z, xw[nt][4 * j + 3] = v.w;
-        }
-        if constexpr (BITS == 4) {  // as the nibbles of a word come out: 0 with 4, 1 with 5, 2 with 6, 3 with 7
-#pragma unroll
-          for (int j = 0; j < L::PER / 8; ++j) {
-            const unsigned x0 = xw[nt][4 * j], x1 = xw[nt][4 * j + 1], x2 = xw[nt][4 * j + 2], x3 = xw[nt][4 * j + 3];
-            xw[nt][4 * j] = __byte_perm(x0, x2, 0x5410), xw[nt][4 * j + 1] = __byte_perm(x0, x2, 0x7632);
-            xw[nt][4 * j + 2] = __byte_perm(x1, x3, 0x5410), xw[nt][4 * j + 3] = __byte_perm(x1, x3, 0x7632);
-          }
+      for (int h = 0; h < 2; ++h) {
+        const unsigned row = stage + i * 2048 + (g + 8 * h) * 128;
+        const int turned = L::turn(g);
+        if constexpr (BITS == 16) {
+          load_shared<4>(row + ((t ^ turned) << 4), &q[h][0]);
+          load_shared<4>(row + (((4 + t) ^ turned) << 4), &q[h][4]);
+        } else {
+          const int byte = u * (L::SUB * BITS / 8) + t * (L::WORDS * 4);
+          load_shared<L::WORDS>(row + (((byte >> 4) ^ turned) << 4) + (byte & 15), &q[h][0]);
         }
       }
-      float sums[NT][4];
+      float d[C::NT][4];
       if constexpr (BITS != 16) {
-        const unsigned ones[4] = {Type<T>::ONES, Type<T>::ONES, Type<T>::ONES, Type<T>::ONES};
 #pragma unroll
-        for (int nt = 0; nt < NT; ++nt) {
-          sums[nt][0] = sums[nt][1] = sums[nt][2] = sums[nt][3] = 0.0f;
-#pragma unroll
-          for (int j = 0; j < L::MMAS; ++j) Type<T>::mma(sums[nt], ones, xw[nt][2 * j], xw[nt][2 * j + 1]);
-        }
+        for (int nt = 0; nt < C::NT; ++nt) d[nt][0] = d[nt][1] = d[nt][2] = d[nt][3] = 0.0f;
       }
 #pragma unroll
-      for (int i = 0; i < TILES; ++i) {
-        float d[NT][4];
-        if constexpr (BITS != 16) {
+      for (int j = 0; j < L::MMAS; ++j) {
+        unsigned a[4];
 #pragma unroll
-          for (int nt = 0; nt < NT; ++nt) d[nt][0] = d[nt][1] = d[nt][2] = d[nt][3] = 0.0f;
-        }
-#pragma unroll
-        for (int j = 0; j < L::MMAS; ++j) {
-          unsigned a[4];
-#pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            if constexpr (BITS == 16) {
-              a[h] = q[u][i][h][2 * j], a[2 + h] = q[u][i][h][2 * j + 1];
-            } else if constexpr (BITS == 8) {
-              a[h] = Type<T>::template bytes<0>(q[u][i][h][j]), a[2 + h] = Type<T>::template bytes<2>(q[u][i][h][j]);
-            } else {
-              const unsigned v = q[u][i][h][j / 2] >> (8 * (j % 2));
-              a[h] = Type<T>::nibbles(v), a[2 + h] = Type<T>::nibbles(v >> 4);
-            }
-          }
-#pragma unroll
-          for (int nt = 0; nt < NT; ++nt) {
-            if constexpr (BITS == 16) {
-              Type<T>::mma(acc[i][nt], a, xw[nt][2 * j], xw[nt][2 * j + 1]);
-            } else {
-              Type<T>::mma(d[nt], a, xw[nt][2 * j], xw[nt][2 * j + 1]);
-            }
+        for (int h = 0; h < 2; ++h) {
+          if constexpr (BITS == 16) {
+            a[h] = q[h][2 * j], a[2 + h] = q[h][2 * j + 1];
+          } else if constexpr (BITS == 8) {
+            a[h] = Type<T>::template bytes<0>(q[h][j]), a[2 + h] = Type<T>::template bytes<2>(q[h][j]);
+          } else {
+            const unsigned v = q[h][j / 2] >> (8 * (j % 2));
+            a[h] = Type<T>::nibbles(v, nibbles), a[2 + h] = Type<T>::nibbles(v >> 4, nibbles);
           }
         }
-        if constexpr (BITS != 16) {
 #pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            const float scale = Type<T>::wide(sc[u][i][h]);
-            const float offset = fmaf(scale, ZERO, Type<T>::wide(bi[u][i][h]));
-#pragma unroll
-            for (int nt = 0; nt < NT; ++nt)
-#pragma unroll
-              for (int j = 0; j < 2; ++j)
-                acc[i][nt][2 * h + j] =
-                    fmaf(offset, sums[nt][j], fmaf(scale, d[nt][2 * h + j], acc[i][nt][2 * h + j]));
+        for (int nt = 0; nt < C::NT; ++nt) {
+          if constexpr (BITS == 16) {
+            Type<T>::mma(acc[i][nt], a, xw[nt][2 * j], xw[nt][2 * j + 1]);
+          } else {
+            Type<T>::mma(d[nt], a, xw[nt][2 * j], xw[nt][2 * j + 1]);
           }
+        }
+      }
+      if constexpr (BITS != 16) {
+        const int group = L::GROUPS == 1 ? c & 1 : u * L::SUB / GROUP;
+        const unsigned at = stage + L::SCALES + (i * 32 + g) * L::SCALE_BYTES + (group >> 1) * 4;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          Pair<T> s, b;
+          load_shared<1>(at + 8 * h * L::SCALE_BYTES, &s.word);
+          load_shared<1>(at + (16 + 8 * h) * L::SCALE_BYTES, &b.word);
+          const float scale = Type<T>::wide(group & 1 ? s.part[1] : s.part[0]);
+          const float offset = fmaf(scale, ZERO, Type<T>::wide(group & 1 ? b.part[1] : b.part[0]));
+#pragma unroll
+          for (int nt = 0; nt < C::NT; ++nt)
+#pragma unroll
+            for (int j = 0; j < 2; ++j)
+              acc[i][nt][2 * h + j] = fmaf(offset, sums[nt][j], fmaf(scale, d[nt][2 * h + j], acc[i][nt][2 * h + j]));
         }
       }
     }
   }
 }
 
-template <int NT, int TILES>
-struct Shared {
-  float share[WARPS][TILES * NT * 128];
-  float factor[NT * 8];
-};
-
 // 1 / rms of the rows of x, from sums of squares over stretches of 16 values [M, stretches].
-template <int NT>
 __device__ __forceinline__ void find_factors(const float* squares, int stretches, int M, int K, float eps, float* factor) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-#pragma unroll
-  for (int m = warp; m < NT * 8; m += WARPS) {
-    if (m >= M) break;
+  for (int m = warp; m < M; m += WARPS) {
     float sum = 0.0f;
     for (int i = lane; i < stretches; i += 32) sum += squares[(size_t)m * stretches + i];
 #pragma unroll
@@ -279,115 +357,226 @@ __device__ __forceinline__ void find_factors(const float* squares, int stretches
   }
 }
 
-template <typename T, int BITS, int GROUP, int NT, int TILES, int U>
-__device__ __forceinline__ void multiply_and_share(const Weights<T> (&part)[TILES], const int (&first)[TILES], const T* x, int M,
-                                                   int K, const float* squares, int stretches, float eps,
-                                                   Shared<NT, TILES>& shared) {
-  float acc[TILES][NT][4];
-#pragma unroll
-  for (int i = 0; i < TILES; ++i)
-#pragma unroll
-    for (int nt = 0; nt < NT; ++nt) acc[i][nt][0] = acc[i][nt][1] = acc[i][nt][2] = acc[i][nt][3] = 0.0f;
-  multiply<T, BITS, GROUP, NT, TILES, U>(part, first, x, M, K, acc);
+// All sets of tiles of a block. `find(set, rows)` says which rows of weights a set has, `finish(set, sums)` takes the warps' sums.
+template <typename T, int BITS, int GROUP, typename C, typename Find, typename Finish>
+__device__ __forceinline__ void multiply_sets(int sets, bool aligned, const T* x, int M, int K, const float* squares, int stretches, float eps,
+                                              float* factor, const Find& find, const Finish& finish) {
+  using L = Stage<BITS, GROUP, C>;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const int stages = L::stages(K);
+  const unsigned ring = warp * (C::DEPTH * L::BYTES), zeros = L::sums(K) - L::ROW;
+  Rows<T, BITS, GROUP, C> rows;
+  int set_ahead = blockIdx.x, ahead = warp;  // what is fetched next
+  const auto fetch = [&](unsigned to) {
+    if (ahead < stages && set_ahead < sets) {
+      rows.fetch(ahead, to, K, lane, aligned);
+      ahead += WARPS;
+      if (ahead >= stages) {
+        ahead = warp, set_ahead += gridDim.x;
+        if (set_ahead < sets) find(set_ahead, rows);
+      }
+    }
+    commit_copies();
+  };
+  if (set_ahead < sets) find(set_ahead, rows);
+#pragma unroll 1
+  for (int s = 0; s < C::DEPTH; ++s) fetch(ring + s * L::BYTES);
+  let_others_start();
+  wait_for_others();
+  const Nibbles nibbles(Type<T>::MAGIC);
+  if constexpr (C::X_STAYS) {
+    constexpr int BATCH = 8;
+    const int rows_of_x = C::ROWS == 1 ? 1 : M, pieces = (stages - warp + WARPS - 1) / WARPS * rows_of_x * L::PIECES;
+    for (int first = 0; first < pieces; first += 32 * BATCH) {
+      uint4 v[BATCH];
 #pragma unroll
-  for (int i = 0; i < TILES; ++i)
+      for (int j = 0; j < BATCH; ++j) {
+        const int i = first + lane + 32 * j, row = i / L::PIECES, m = row % rows_of_x;
+        const int k = (warp + row / rows_of_x * WARPS) * L::VALUES + i % L::PIECES * 8;
+        v[j] = make_uint4(0, 0, 0, 0);
+        if (i < pieces && k < K) v[j] = *reinterpret_cast<const uint4*>(x + (size_t)m * K + k);
+      }
+      if (first == 0 && squares) find_factors(squares, stretches, M, K, eps, factor);
 #pragma unroll
-    for (int nt = 0; nt < NT; ++nt)
-      *reinterpret_cast<float4*>(&shared.share[warp][(i * NT + nt) * 128 + lane * 4]) =
-          make_float4(acc[i][nt][0], acc[i][nt][1], acc[i][nt][2], acc[i][nt][3]);
-  if (squares) find_factors<NT>(squares, stretches, M, K, eps, shared.factor);
+      for (int j = 0; j < BATCH; ++j) {
+        const int i = first + lane + 32 * j, row = i / L::PIECES, m = row % rows_of_x, piece = i % L::PIECES;
+        if constexpr (BITS == 4) order(v[j].x, v[j].y, v[j].z, v[j].w);
+        if (i < pieces) shared_at<uint4>(L::x_of(warp, K) + (row / rows_of_x * C::ROWS + m) * L::ROW + ((piece ^ L::turn_x(m)) << 4)) = v[j];
+      }
+    }
+    if (squares && warp >= stages) find_factors(squares, stretches, M, K, eps, factor);
+    if (threadIdx.x < L::PIECES) shared_at<uint4>(zeros + threadIdx.x * 16) = make_uint4(0, 0, 0, 0);
+  }
+  if (squares && !C::X_STAYS) find_factors(squares, stretches, M, K, eps, factor);
   __syncthreads();
+  unsigned slot = ring, sums = L::sums(K);
+  for (int set = blockIdx.x; set < sets; set += gridDim.x) {
+    float acc[C::TILES][C::NT][4];
+#pragma unroll
+    for (int i = 0; i < C::TILES; ++i)
+#pragma unroll
+      for (int nt = 0; nt < C::NT; ++nt) acc[i][nt][0] = acc[i][nt][1] = acc[i][nt][2] = acc[i][nt][3] = 0.0f;
+    unsigned xs = L::x_of(warp, K);
+#pragma unroll 1
+    for (int c = warp; c < stages; c += WARPS) {
+      wait_for_copies<C::DEPTH - 1>();
+      __syncwarp();
+      multiply<T, BITS, GROUP, C>(c, slot, xs, zeros, x, M, K, nibbles, acc);
+      __syncwarp();
+      fetch(slot);
+      slot = slot + L::BYTES == ring + C::DEPTH * L::BYTES ? ring : slot + L::BYTES;
+      xs += C::ROWS * L::ROW;
+    }
+#pragma unroll
+    for (int i = 0; i < C::TILES; ++i)
+#pragma unroll
+      for (int nt = 0; nt < C::NT; ++nt) {
+        if constexpr (C::ROWS == 1) {
+          if (lane % 4 == 0) {
+            shared_at<float>(sums + (warp * L::SHARE + i * 16 + lane / 4) * 4) = acc[i][nt][0];
+            shared_at<float>(sums + (warp * L::SHARE + i * 16 + lane / 4 + 8) * 4) = acc[i][nt][2];
+          }
+        } else {
+          shared_at<float4>(sums + (warp * L::SHARE + (i * C::NT + nt) * 128 + lane * 4) * 4) =
+              make_float4(acc[i][nt][0], acc[i][nt][1], acc[i][nt][2], acc[i][nt][3]);
+        }
+      }
+    __syncthreads();
+    finish(set, sums);
+    sums = L::sums(K) + (L::sums(K) + WARPS * L::SHARE * 4 - sums);  // one is read while the other is written
+  }
 }
 
-// The product for weight row n (of 16) and row m of x: the warps' shares in order.
-template <int NT, int TILES>
-__device__ __forceinline__ float total(const Shared<NT, TILES>& shared, int tile, int n, int m, bool normed) {
-  const int at = (tile * NT + (m >> 3)) * 128 + ((n & 7) * 4 + ((m & 7) >> 1)) * 4 + (n >> 3) * 2 + (m & 1);
-  float sum = shared.share[0][at];
+// The product for weight row n (of 16) and row m of x: the warps' sums in order.
+template <int BITS, int GROUP, typename C>
+__device__ __forceinline__ float total(unsigned sums, int tile, int n, int m) {
+  using L = Stage<BITS, GROUP, C>;
+  const int at = C::ROWS == 1 ? tile * 16 + n
+                              : (tile * C::NT + (m >> 3)) * 128 + ((n & 7) * 4 + ((m & 7) >> 1)) * 4 + (n >> 3) * 2 + (m & 1);
+  float sum = shared_at<float>(sums + at * 4);
 #pragma unroll
-  for (int w = 1; w < WARPS; ++w) sum += shared.share[w][at];
-  return normed ? sum * shared.factor[m] : sum;
+  for (int w = 1; w < WARPS; ++w) sum += shared_at<float>(sums + (w * L::SHARE + at) * 4);
+  return sum;
+}
+
+// Whether a stage's scales can be copied at once.
+template <typename T, int BITS, int GROUP, typename C>
+__device__ __forceinline__ bool is_aligned(const Weights<T>& part, int K) {
+  using L = Stage<BITS, GROUP, C>;
+  if constexpr (BITS == 16) {
+    return true;
+  } else {
+    return K / GROUP % (L::SCALE_BYTES / 2) == 0 && ((size_t)part.s | (size_t)part.b) % L::SCALE_BYTES == 0;
+  }
 }
 
 // out [M, all rows of all parts] = x @ part.T (+ bias), one part after the other.
-template <typename T, int BITS, int GROUP, int NT, int TILES, int U, int PARTS>
+template <typename T, int BITS, int GROUP, typename C, int PARTS>
 __device__ __forceinline__ void plain(const Weights<T> (&parts)[PARTS], const T* x, int M, int K, const float* squares,
                                       int stretches, float eps, T* out) {
-  __shared__ Shared<NT, TILES> shared;
-  int block = blockIdx.x, before = 0, width = 0;
-  Weights<T> one = parts[0];
+  __shared__ float factor[C::NT * 8];
+  constexpr int WIDE = 16 * C::TILES;
+  int sets = 0, width = 0;
+  bool aligned = true;
 #pragma unroll
-  for (int p = 0; p < PARTS; ++p) width += parts[p].rows;
-#pragma unroll
-  for (int p = 1; p < PARTS; ++p) {
-    const int blocks = (one.rows + 16 * TILES - 1) / (16 * TILES);
-    if (block >= blocks) {
-      block -= blocks;
-      before += one.rows;
-      one = parts[p];
-    } else {
-      break;
-    }
+  for (int p = 0; p < PARTS; ++p) {
+    sets += (parts[p].rows + WIDE - 1) / WIDE, width += parts[p].rows;
+    aligned = aligned && is_aligned<T, BITS, GROUP, C>(parts[p], K);
   }
-  Weights<T> part[TILES];
-  int first[TILES];
+  const auto part_of = [&](int& set, int& before) {
+    Weights<T> one = parts[0];
+    before = 0;
 #pragma unroll
-  for (int i = 0; i < TILES; ++i) part[i] = one, first[i] = (block * TILES + i) * 16;
-  multiply_and_share<T, BITS, GROUP, NT, TILES, U>(part, first, x, M, K, squares, stretches, eps, shared);
-  for (int e = threadIdx.x; e < TILES * NT * 128; e += WARPS * 32) {
-    const int n = e % (16 * TILES), m = e / (16 * TILES), tile = n / 16, row = block * (16 * TILES) + n;
-    if (m < M && row < one.rows) {
-      float v = total(shared, tile, n % 16, m, squares != nullptr);
-      if (one.bias) v += Type<T>::wide(one.bias[row]);
-      out[(size_t)m * width + before + row] = Type<T>::narrow(v);
+    for (int p = 1; p < PARTS; ++p) {
+      const int own = (one.rows + WIDE - 1) / WIDE;
+      if (set < own) break;
+      set -= own, before += one.rows, one = parts[p];
     }
-  }
+    return one;
+  };
+  const int lane = threadIdx.x & 31;
+  multiply_sets<T, BITS, GROUP, C>(
+      sets, aligned, x, M, K, squares, stretches, eps, factor,
+      [&](int set, Rows<T, BITS, GROUP, C>& rows) {
+        int before;
+        const Weights<T> one = part_of(set, before);
+#pragma unroll
+        for (int i = 0; i < C::TILES; ++i) rows.find(i, one, (set * C::TILES + i) * 16, K, lane);
+      },
+      [&](int set, unsigned sums) {
+        int before;
+        const Weights<T> one = part_of(set, before);
+        for (int e = threadIdx.x; e < WIDE * M; e += WARPS * 32) {
+          const int n = e % WIDE, m = e / WIDE, row = set * WIDE + n;
+          if (row < one.rows) {
+            float v = total<BITS, GROUP, C>(sums, n / 16, n % 16, m);
+            if (squares) v *= factor[m];
+            if (one.bias) v += Type<T>::wide(one.bias[row]);
+            out[(size_t)m * width + before + row] = Type<T>::narrow(v);
+          }
+        }
+      });
 }
 
-// out [M, N] = silu(x @ gate.T) * (x @ up.T)
-template <typename T, int BITS, int GROUP, int NT, int U>
+// out [M, N] = silu(x @ gate.T) * (x @ up.T); every second tile is one of `up`.
+template <typename T, int BITS, int GROUP, typename C>
 __device__ __forceinline__ void gated(const Weights<T>& gate, const Weights<T>& up, const T* x, int M, int K, const float* squares,
                                       int stretches, float eps, T* out) {
-  __shared__ Shared<NT, 2> shared;
-  const Weights<T> part[2] = {gate, up};
-  const int first[2] = {(int)blockIdx.x * 16, (int)blockIdx.x * 16};
-  multiply_and_share<T, BITS, GROUP, NT, 2, U>(part, first, x, M, K, squares, stretches, eps, shared);
-  for (int e = threadIdx.x; e < NT * 128; e += WARPS * 32) {
-    const int n = e % 16, m = e / 16, row = first[0] + n;
-    if (m < M && row < gate.rows) {
-      float a = total(shared, 0, n, m, squares != nullptr), b = total(shared, 1, n, m, squares != nullptr);
-      if (gate.bias) a += Type<T>::wide(gate.bias[row]), b += Type<T>::wide(up.bias[row]);
-      out[(size_t)m * gate.rows + row] = Type<T>::narrow(a / (1.0f + __expf(-a)) * b);
-    }
-  }
+  constexpr int WIDE = 8 * C::TILES;
+  __shared__ float factor[C::NT * 8];
+  const int lane = threadIdx.x & 31;
+  multiply_sets<T, BITS, GROUP, C>(
+      (gate.rows + WIDE - 1) / WIDE, is_aligned<T, BITS, GROUP, C>(gate, K) && is_aligned<T, BITS, GROUP, C>(up, K), x, M, K, squares,
+      stretches, eps, factor,
+      [&](int set, Rows<T, BITS, GROUP, C>& rows) {
+#pragma unroll
+        for (int i = 0; i < C::TILES; ++i) rows.find(i, i % 2 ? up : gate, set * WIDE + i / 2 * 16, K, lane);
+      },
+      [&](int set, unsigned sums) {
+        for (int e = threadIdx.x; e < WIDE * M; e += WARPS * 32) {
+          const int n = e % WIDE, m = e / WIDE, row = set * WIDE + n;
+          if (row < gate.rows) {
+            float a = total<BITS, GROUP, C>(sums, n / 16 * 2, n % 16, m), b = total<BITS, GROUP, C>(sums, n / 16 * 2 + 1, n % 16, m);
+            if (squares) a *= factor[m], b *= factor[m];
+            if (gate.bias) a += Type<T>::wide(gate.bias[row]), b += Type<T>::wide(up.bias[row]);
+            out[(size_t)m * gate.rows + row] = Type<T>::narrow(a / (1.0f + __expf(-a)) * b);
+          }
+        }
+      });
 }
 
 // h = residual + x @ part.T; hw = h * weight of the norm that comes next; its sums of squares over 16 values each [M, N / 16].
-template <typename T, int BITS, int GROUP, int NT, int U>
+template <typename T, int BITS, int GROUP, typename C>
 __device__ __forceinline__ void add(const Weights<T>& one, const T* x, int M, int K, const T* residual, const T* weight, T* h, T* hw,
                                     float* squares) {
-  __shared__ Shared<NT, 1> shared;
-  const Weights<T> part[1] = {one};
-  const int first[1] = {(int)blockIdx.x * 16};
-  multiply_and_share<T, BITS, GROUP, NT, 1, U>(part, first, x, M, K, nullptr, 0, 0.0f, shared);
-  for (int e = threadIdx.x; e < NT * 128; e += WARPS * 32) {
-    const int n = e % 16, m = e / 16, row = first[0] + n;
-    float square = 0.0f;
-    if (m < M) {
-      const size_t at = (size_t)m * one.rows + row;
-      float v = total(shared, 0, n, m, false);
-      if (one.bias) v += Type<T>::wide(one.bias[row]);
-      const T rounded = Type<T>::narrow(v + Type<T>::wide(residual[at]));
-      const float y = Type<T>::wide(rounded);
-      h[at] = rounded;
-      hw[at] = Type<T>::narrow(y * Type<T>::wide(weight[row]));
-      square = y * y;
-    }
+  constexpr int WIDE = 16 * C::TILES;
+  const int lane = threadIdx.x & 31;
+  multiply_sets<T, BITS, GROUP, C>(
+      (one.rows + WIDE - 1) / WIDE, is_aligned<T, BITS, GROUP, C>(one, K), x, M, K, nullptr, 0, 0.0f, nullptr,
+      [&](int set, Rows<T, BITS, GROUP, C>& rows) {
 #pragma unroll
-    for (int o = 8; o; o >>= 1) square += __shfl_xor_sync(0xffffffffu, square, o);
-    if (m < M && n == 0) squares[(size_t)m * gridDim.x + blockIdx.x] = square;
-  }
+        for (int i = 0; i < C::TILES; ++i) rows.find(i, one, (set * C::TILES + i) * 16, K, lane);
+      },
+      [&](int set, unsigned sums) {
+        for (int e = threadIdx.x; e < (WIDE * M + 31) / 32 * 32; e += WARPS * 32) {
+          const int n = e % WIDE, m = e / WIDE, row = set * WIDE + n;
+          const bool there = m < M && row < one.rows;
+          float square = 0.0f;
+          if (there) {
+            const size_t at = (size_t)m * one.rows + row;
+            float v = total<BITS, GROUP, C>(sums, n / 16, n % 16, m);
+            if (one.bias) v += Type<T>::wide(one.bias[row]);
+            const T rounded = Type<T>::narrow(v + Type<T>::wide(residual[at]));
+            const float y = Type<T>::wide(rounded);
+            h[at] = rounded;
+            hw[at] = Type<T>::narrow(y * Type<T>::wide(weight[row]));
+            square = y * y;
+          }
+#pragma unroll
+          for (int o = 8; o; o >>= 1) square += __shfl_xor_sync(0xffffffffu, square, o);
+          if (there && n % 16 == 0) squares[(size_t)m * (one.rows / 16) + row / 16] = square;
+        }
+      });
 }
 
 // Weights [N, K] of T from codes, rounded once: for products of many rows. One thread per 32 bits of codes.

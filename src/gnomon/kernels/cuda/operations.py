@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from gnomon.kernels.cuda import coded, windows
+from gnomon.kernels.cuda import coded, experts, prompts, recurrent, windows
 from gnomon.kernels.cuda.products import MOST_ROWS, TYPES, Weights, product, unpack
 from gnomon.kernels.dispatch import Operation, thread, uncovered
 
@@ -55,4 +55,7 @@ ALL: tuple[Operation, ...] = (
     Operation("quantized_matmul", mx, "quantized_matmul", _make, "affine, bits 4 8, groups 32 64 128, any rows"),
     *windows.OPERATIONS,
     *coded.OPERATIONS,
+    *prompts.OPERATIONS,
+    *experts.OPERATIONS,
+    *recurrent.OPERATIONS,
 )

@@ -6,8 +6,8 @@ Contract
     result     x's type
 
 Arithmetic: products in the tensor cores with float32 sums over codes, which are exact; scales and biases in float32 per group; eight
-shares of K added in one order; one rounding to the result's type. An output depends, to the bit, on its row of x and its row of the weights
-alone, for every M.
+warps take K by turns and their sums are added in one order; one rounding to the result's type. An output depends, to the bit, on its row of
+x and its row of the weights alone, for every M.
 
 A norm before a product is folded into it: who makes x also makes x times the norm's weight (rounded once) and its sums of squares, and the
 product is divided by the root of their mean at its end.
@@ -15,7 +15,7 @@ product is divided by the root of their mean at its end.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -30,9 +30,13 @@ BITS = frozenset({4, 8, DENSE})
 GROUPS = frozenset({32, 64, 128})
 TYPES = {mx.bfloat16: "__nv_bfloat16", mx.float16: "__half"}
 MOST_ROWS = 32
-BLOCK = 256
-WIDE = 16384
-"""From this many outputs on a block takes two tiles of weights: rows of x are then read half as often."""
+WARPS = 8
+"""Per block; they share K, so this number is part of the arithmetic."""
+BLOCK = 32 * WARPS
+PROCESSORS = 132
+"""Of an H100 or H200; with another number only the balance is worse."""
+SHARED_MEMORY = 227 * 1024
+"""Most that a block can have there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +115,65 @@ class Normed:
     eps: float
 
 
-def tiles_of_rows(rows: int) -> int:
-    """How many tiles of 8 rows of x a kernel is made for, to take `rows` of them: 1, 2 or 4. Raises ValueError for more than 32."""
-    if not 1 <= rows <= MOST_ROWS:
-        raise ValueError(f"rows must lie in 1..{MOST_ROWS}, got {rows}")
-    return 1 if rows <= 8 else 2 if rows <= 16 else 4
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a kernel cuts a product (`gnomon::Cut`). None of it changes a result's bits."""
+
+    rows: int
+    """Rows of x at most: 1, 8, 16 or 32."""
+    tiles: int
+    """Tiles of 16 rows of weights that a block takes at a time."""
+    depth: int
+    """Stages of 128 bytes per row of weights that a warp has under way."""
+    stays: bool
+    """Whether x is kept in shared memory or read where it is for every tile."""
+    residents: int
+    """Blocks per multiprocessor, so many that registers suffice."""
+
+    def type(self) -> str:
+        return f"gnomon::Cut<{self.rows}, {self.tiles}, {self.depth}, {'true' if self.stays else 'false'}>"
+
+    def stage(self, bits: int, group: int) -> int:
+        """Bytes of weights that a warp takes at once (`gnomon::Stage::BYTES`)."""
+        scales = 0 if bits == DENSE else max(4, 2048 // bits // group)
+        return self.tiles * (2048 + 32 * scales)
+
+    def shared_memory(self, bits: int, group: int, inputs: int) -> int:
+        """Bytes per block for rows of `inputs` weights."""
+        values = 1024 // bits
+        stages = -(-inputs // values)
+        x = 2 * values * (1 + (WARPS * -(-stages // WARPS) * self.rows if self.stays else 0))
+        sums = self.tiles * (16 if self.rows == 1 else 128 * (self.rows // 8)) * 4
+        return WARPS * (self.depth * self.stage(bits, group) + 2 * sums) + x
+
+    def blocks(self, sets: int) -> int:
+        """Blocks for so many sets of tiles."""
+        return min(sets, PROCESSORS * self.residents)
+
+    @staticmethod
+    def of(rows: int, weights: Weights, *, paired: bool = False, narrow: bool = False) -> Cut:
+        """For that many rows of x. `paired` weights are two of which a block needs the same rows; `narrow` ones have few rows.
+
+        The numbers were the fastest of those measured on an H200. Raises ValueError for more than 32 rows.
+        """
+        if not 1 <= rows <= MOST_ROWS:
+            raise ValueError(f"rows must lie in 1..{MOST_ROWS}, got {rows}")
+        bits = weights.bits
+        if rows == 1:
+            if bits == DENSE:
+                tiles, depth, residents = (2, 3, 2) if paired else (1, 4, 3)
+            elif narrow:
+                tiles, depth, residents = (1, 4, 2) if bits == 4 else (1, 3, 3)
+            else:
+                tiles, depth, residents = 2, 2 if bits == 4 else 3, 2
+            cut = Cut(1, tiles, depth, True, residents)
+            fits = cut.shared_memory(bits, weights.group, weights.inputs) <= SHARED_MEMORY - 1024
+            return cut if fits else replace(cut, stays=False)
+        if rows <= 8:
+            return Cut(8, 2, 2, False, 2)
+        if rows <= 16:
+            return Cut(16, 2, 2, False, 2) if bits == DENSE else Cut(16, 4, 2, False, 1)
+        return Cut(32, 2, 2, False, 1)
 
 
 def _names(i: int, kind: tuple[int, int, bool]) -> list[str]:
@@ -129,44 +187,56 @@ def _part(i: int, kind: tuple[int, int, bool], dtype: str) -> str:
     return f"gnomon::Weights<{dtype}>{{w{i}, {scales}, {f'c{i}' if biased else 'nullptr'}, w{i}_shape[0]}}"
 
 
-AHEAD = 2
-"""Chunks of weights to load at once: more blocks at a time hide more than more loads of one."""
-
-
-def _residents(tiles: int) -> int:
-    """Blocks per multiprocessor to leave registers for, for that many tiles of results in registers."""
-    return {1: 4, 2: 3, 4: 1}[tiles]
+def _make(
+    name: str,
+    inputs: list[str],
+    outputs: list[str],
+    body: str,
+    kind: tuple[int, int, bool],
+    cut: Cut,
+    width: int,
+) -> Kernel:
+    bits, group, _ = kind
+    body = f"""
+  using Cut = {cut.type()};
+  static_assert(gnomon::Stage<{bits}, {group}, Cut>::BYTES == {cut.stage(bits, group)});
+{body}"""
+    shared = cut.shared_memory(bits, group, width)
+    return make(
+        name,
+        "linear.cuh",
+        inputs,
+        outputs,
+        body,
+        block=BLOCK,
+        blocks_per_processor=cut.residents,
+        shared_memory=shared,
+        waits=True,
+    )
 
 
 @cache
 def _plain(
-    kinds: tuple[tuple[int, int, bool], ...], dtype: mx.Dtype, tiles: int, wide: int, eps: float | None
+    kinds: tuple[tuple[int, int, bool], ...], dtype: mx.Dtype, cut: Cut, width: int, eps: float | None
 ) -> Kernel:
     t, (bits, group, _) = TYPES[dtype], kinds[0]
     squares = "nullptr, 0, 0.0f" if eps is None else f"squares, squares_shape[1], {eps!r}f"
     body = f"""
   const gnomon::Weights<{t}> parts[] = {{{", ".join(_part(i, kind, t) for i, kind in enumerate(kinds))}}};
-  gnomon::plain<{t}, {bits}, {group}, {tiles}, {wide}, {AHEAD}, {len(kinds)}>(
-      parts, x, x_shape[0], x_shape[1], {squares}, out);
+  gnomon::plain<{t}, {bits}, {group}, Cut, {len(kinds)}>(parts, x, x_shape[0], x_shape[1], {squares}, out);
 """
     names = ["x", *([] if eps is None else ["squares"]), *(n for i, kind in enumerate(kinds) for n in _names(i, kind))]
-    residents = _residents(min(4, tiles * wide))
-    return make("plain", "linear.cuh", names, ["out"], body, block=BLOCK, blocks_per_processor=residents)
+    return _make("plain", names, ["out"], body, kinds[0], cut, width)
 
 
 def product(x: mx.array | Normed, *weights: Weights) -> mx.array:
     """x @ w.T (+ bias) for several weights of one kind, side by side: [M, all outputs]."""
     rows = x.rows if isinstance(x, Normed) else x
     first = weights[0]
-    wide = 2 if first.outputs >= WIDE else 1
-    kernel = _plain(
-        tuple(w.kind for w in weights),
-        first.dtype,
-        tiles_of_rows(rows.shape[0]),
-        wide,
-        x.eps if isinstance(x, Normed) else None,
-    )
-    blocks = sum(-(-w.outputs // (16 * wide)) for w in weights)
+    cut = Cut.of(rows.shape[0], first)
+    eps = x.eps if isinstance(x, Normed) else None
+    kernel = _plain(tuple(w.kind for w in weights), first.dtype, cut, first.inputs, eps)
+    blocks = cut.blocks(sum(-(-w.outputs // (16 * cut.tiles)) for w in weights))
     return kernel(
         inputs=[rows, *([x.squares] if isinstance(x, Normed) else []), *(a for w in weights for a in w.arrays())],
         output_shapes=[(rows.shape[0], sum(w.outputs for w in weights))],
@@ -177,49 +247,47 @@ def product(x: mx.array | Normed, *weights: Weights) -> mx.array:
 
 
 @cache
-def _gated(kind: tuple[int, int, bool], dtype: mx.Dtype, tiles: int, eps: float) -> Kernel:
+def _gated(kind: tuple[int, int, bool], dtype: mx.Dtype, cut: Cut, width: int, eps: float) -> Kernel:
     t, (bits, group, _) = TYPES[dtype], kind
     body = f"""
-  gnomon::gated<{t}, {bits}, {group}, {tiles}, {AHEAD}>(
+  gnomon::gated<{t}, {bits}, {group}, Cut>(
       {_part(0, kind, t)}, {_part(1, kind, t)}, x, x_shape[0], x_shape[1], squares, squares_shape[1], {eps!r}f, out);
 """
-    names = ["x", "squares", *_names(0, kind), *_names(1, kind)]
-    residents = _residents(min(4, 2 * tiles))
-    return make("gated", "linear.cuh", names, ["out"], body, block=BLOCK, blocks_per_processor=residents)
+    return _make("gated", ["x", "squares", *_names(0, kind), *_names(1, kind)], ["out"], body, kind, cut, width)
 
 
 def gated(x: Normed, gate: Weights, up: Weights) -> mx.array:
     """silu(x @ gate.T) * (x @ up.T)."""
-    kernel = _gated(gate.kind, gate.dtype, tiles_of_rows(x.rows.shape[0]), x.eps)
-    return kernel(
+    cut = Cut.of(x.rows.shape[0], gate, paired=True)
+    return _gated(gate.kind, gate.dtype, cut, gate.inputs, x.eps)(
         inputs=[x.rows, x.squares, *gate.arrays(), *up.arrays()],
         output_shapes=[(x.rows.shape[0], gate.outputs)],
         output_dtypes=[gate.dtype],
-        grid=(-(-gate.outputs // 16) * BLOCK, 1, 1),
+        grid=(cut.blocks(-(-gate.outputs // (8 * cut.tiles))) * BLOCK, 1, 1),
         threadgroup=(BLOCK, 1, 1),
     )[0]
 
 
 @cache
-def _add(kind: tuple[int, int, bool], dtype: mx.Dtype, tiles: int) -> Kernel:
+def _add(kind: tuple[int, int, bool], dtype: mx.Dtype, cut: Cut, width: int) -> Kernel:
     t, (bits, group, _) = TYPES[dtype], kind
     body = f"""
-  gnomon::add<{t}, {bits}, {group}, {tiles}, {AHEAD}>(
+  gnomon::add<{t}, {bits}, {group}, Cut>(
       {_part(0, kind, t)}, x, x_shape[0], x_shape[1], residual, norm, h, hw, squares);
 """
-    names, results = ["x", "residual", "norm", *_names(0, kind)], ["h", "hw", "squares"]
-    residents = _residents(tiles)
-    return make("add", "linear.cuh", names, results, body, block=BLOCK, blocks_per_processor=residents)
+    names = ["x", "residual", "norm", *_names(0, kind)]
+    return _make("add", names, ["h", "hw", "squares"], body, kind, cut, width)
 
 
 def add(x: mx.array, weights: Weights, residual: mx.array, norm: mx.array, eps: float) -> tuple[mx.array, Normed]:
     """residual + x @ w.T, and the same before the next product, whose norm has the weight `norm` [N]. N is a multiple of 16."""
     rows, outputs = x.shape[0], weights.outputs
-    h, hw, squares = _add(weights.kind, weights.dtype, tiles_of_rows(rows))(
+    cut = Cut.of(rows, weights, narrow=True)
+    h, hw, squares = _add(weights.kind, weights.dtype, cut, weights.inputs)(
         inputs=[x, residual, norm, *weights.arrays()],
         output_shapes=[(rows, outputs), (rows, outputs), (rows, outputs // 16)],
         output_dtypes=[weights.dtype, weights.dtype, mx.float32],
-        grid=(outputs // 16 * BLOCK, 1, 1),
+        grid=(cut.blocks(-(-outputs // (16 * cut.tiles))) * BLOCK, 1, 1),
         threadgroup=(BLOCK, 1, 1),
     )
     return h, Normed(hw, squares, eps)

@@ -21,6 +21,14 @@ import mlx.core as mx
 
 Grid = tuple[int, int, int]
 
+AT_ONCE = """
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+"""
+"""The beginning of a kernel that waits (see `make`) and has nothing to do before."""
+
 
 class Recorder(Protocol):
     """Takes down calls of kernels instead of running them."""
@@ -86,6 +94,7 @@ class Kernel:
             ",".join(self.outputs),
             str(self.block),
             str(self.blocks_per_processor),
+            str(self.shared_memory),
         )
         return f"gnomon_{self.name}_{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:12]}"
 

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from gnomon.kernels.cuda import attention, products, verify_codes, verify_windows
 from gnomon.kernels.cuda.products import Normed, Weights
+from gnomon.kernels.cuda.verify_experts import verify_experts, verify_recurrent
 from gnomon.kernels.verify import Array, Check, _name, _random, _share, _wide  # pyright: ignore[reportPrivateUsage]
 
 ISA = "cuda"
@@ -187,3 +188,5 @@ def verify() -> Iterator[Check]:
     yield from _attention()
     yield from verify_windows.verify()
     yield from verify_codes.verify()
+    yield from verify_experts()
+    yield from verify_recurrent()

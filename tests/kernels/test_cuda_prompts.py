@@ -1,0 +1,97 @@
+"""Attention of prompts is stock attention's, in few shapes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from gnomon.kernels import attention, dispatch
+from gnomon.kernels.cuda import prompts
+
+STOCK = mx.fast.scaled_dot_product_attention
+
+
+def arrays(length: int, before: int, dtype: mx.Dtype = mx.bfloat16, rows: int = 1) -> tuple[mx.array, ...]:
+    mx.random.seed(length)
+    keys = (rows, 2, before + length, 64)
+    return tuple(mx.random.normal(shape).astype(dtype) for shape in ((rows, 4, length, 64), keys, keys))
+
+
+class Shapes:
+    """Stock attention that remembers the lengths it was asked for."""
+
+    def __init__(self) -> None:
+        self.seen: set[tuple[int, int, bool]] = set()
+
+    def __call__(self, q: mx.array, k: mx.array, v: mx.array, *, mask: Any, **how: Any) -> mx.array:
+        self.seen.add((q.shape[2], k.shape[2], isinstance(mask, str)))
+        return STOCK(q, k, v, mask=mask, **how)
+
+
+@pytest.fixture
+def ours() -> Any:
+    shapes = Shapes()
+    dispatch.choose(True)
+    with dispatch.step():
+        yield prompts.OPERATIONS[0].make(shapes, None), shapes
+    dispatch.choose(False)
+
+
+@pytest.mark.parametrize("before", [0, 1, 64, 300])
+@pytest.mark.parametrize("length", [17, 64, 65, 200, 513])
+def test_causal_chunks(ours: Any, length: int, before: int) -> None:
+    attend, shapes = ours
+    q, k, v = arrays(length, before)
+    found = attend(q, k, v, scale=0.125, mask="causal")
+    wide = attention.reference(*(x.astype(mx.float32) for x in (q, k, v)), scale=0.125, mask="causal")
+    assert found.shape == wide.shape
+    assert np.abs(np.array(found.astype(mx.float32)) - np.array(wide)).max() < 0.03
+    assert {(a % 64, b % 64) for a, b, _ in shapes.seen} == {(0, 0)}
+    # Filled up by as many, they still count from the last key.
+    assert all(causal == (b - a == before) for a, b, causal in shapes.seen)
+    assert before > 0 or all(causal for *_, causal in shapes.seen)
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+def test_masks_of_rows(ours: Any, heads: int) -> None:
+    attend, shapes = ours
+    q, k, v = arrays(40, 30, mx.float16, rows=3)
+    mask = mx.random.uniform(shape=(3, heads, 40, 70)) > 0.3
+    found = attend(q, k, v, scale=0.125, mask=mask)
+    wide = attention.reference(*(x.astype(mx.float32) for x in (q, k, v)), scale=0.125, mask=mask)
+    assert np.abs(np.array(found.astype(mx.float32)) - np.array(wide)).max() < 0.005
+    assert shapes.seen == {(64, 128, False)}
+
+
+def test_prompts_of_any_length_have_few_shapes() -> None:
+    lengths = {prompts.filled(n) for n in range(17, 32769)}
+    assert len(lengths) <= 36
+    assert all(n <= prompts.filled(n) <= max(64, n + max(63, n // 4)) for n in range(1, 32769))
+
+
+@pytest.mark.parametrize(
+    ("length", "before", "dtype", "how"),
+    [
+        (16, 0, mx.bfloat16, {"mask": "causal"}),
+        (40, 0, mx.float32, {"mask": "causal"}),
+        (40, 0, mx.bfloat16, {"mask": None}),
+        (40, 8, mx.bfloat16, {"mask": mx.zeros((40, 48), mx.bfloat16)}),
+        (40, 8, mx.bfloat16, {"mask": mx.ones((1, 48), mx.bool_)}),
+        (40, 0, mx.bfloat16, {"mask": "causal", "sinks": mx.zeros(4, mx.bfloat16)}),
+    ],
+)
+def test_what_stays_as_it_is(ours: Any, length: int, before: int, dtype: mx.Dtype, how: Any) -> None:
+    attend, shapes = ours
+    q, k, v = arrays(length, before, dtype)
+    found = attend(q, k, v, scale=0.125, **how)
+    assert mx.array_equal(found, STOCK(q, k, v, scale=0.125, **how)).item()
+    assert {(a, b) for a, b, _ in shapes.seen} == {(length, before + length)}
+
+
+def test_outside_a_step_nothing_is_filled_up() -> None:
+    shapes = Shapes()
+    prompts.OPERATIONS[0].make(shapes, None)(*arrays(40, 0), scale=0.125, mask="causal")  # pyright: ignore[reportArgumentType]
+    assert shapes.seen == {(40, 40, True)}
