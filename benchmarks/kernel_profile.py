@@ -25,7 +25,7 @@ from gnomon.kernels import dispatch, native
 from gnomon.models.bindings import bind
 from gnomon.state.batch_state import BatchState
 
-DENSE = {
+DENSE: dict[str, Any] = {
     "num_hidden_layers": 8,
     "rms_norm_eps": 1e-6,
     "rope_theta": 10000.0,
@@ -56,7 +56,7 @@ def _shape(hidden: int, middle: int, heads: int, groups: int, dim: int, vocabula
 
 
 MODELS: dict[str, dict[str, Any]] = {
-    "llama": _shape(576, 1536, 9, 3, 64, 49152, model_type="llama"),
+    "llama": _shape(576, 1536, 9, 3, 64, 49152, model_type="llama", num_hidden_layers=30),
     "qwen3_5": {
         "model_type": "qwen3_5",
         "text_config": _shape(1024, 3584, 8, 2, 256, 65536, model_type="qwen3_5_text", **LINEAR),

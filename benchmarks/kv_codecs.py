@@ -2,16 +2,19 @@
 
 uv run python benchmarks/kv_codecs.py MODEL [--out FOLDER] [--data FILE] [--schemes 8,4,turbo] [--quality 2048,6144,512]
                                             [--speed 4096,1024,7168] [--pairs 5] [--kernels native] [--cells PATTERN ...] [--minutes N]
+                                            [--random 1B-16]
 
 A cell is a scheme, a context, and of speed a pair; several processes may share them (benchmarks/cells.py), and each ends with a table of
 all that is there. Quality is `gnomon eval`'s divergence: all positions of a text behind its first step of 64 tokens (which attends to
 plain keys and values under every codec), in steps of 64, over `--rows` texts. Speed: prefill of a text in windows of the engine's
-default chunk, then decoding by turns; ratios are plain time over the codec's, median of pairs.
+default chunk, then decoding by turns; ratios are plain time over the codec's, median of pairs. `--random` makes a model of random weights
+in the folder MODEL, if it isn't there, in a shape of cuda_kernels.py; its text is random too, so only speed and bytes mean something.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -118,16 +121,53 @@ def speed(plain: Side, coded: Side, row: Sequence[int], pair: int, chunk: int) -
     }
 
 
+def text(args: argparse.Namespace) -> Sequence[int]:
+    """The tokens of a file, or of this repository's documentation."""
+    root = Path(__file__).parent.parent
+    files = [args.data] if args.data else [root / "README.md", *sorted((root / "docs").glob("*.md"))]
+    return Tokenizer.load(args.model).encode("\n\n".join(file.read_text("utf-8") for file in files))
+
+
+def random_text(loaded: LoadedModel) -> Sequence[int]:
+    """65,536 tokens."""
+    tokens = mx.random.randint(0, int(loaded.config["vocab_size"]), (1 << 16,), key=mx.random.key(3))
+    return tokens.tolist()  # pyright: ignore[reportReturnType]
+
+
+def make_random(folder: Path, name: str) -> None:
+    """A Llama of random weights in a folder."""
+    from mlx.utils import tree_flatten
+
+    from cuda_kernels import MODELS, ROPE, SHAPES, build
+
+    shape = SHAPES[MODELS[name][0]]
+    model = build(name)
+    config: dict[str, Any] = {
+        "model_type": "llama",
+        "rms_norm_eps": 1e-5,
+        "vocab_size": 128256,
+        "rope_theta": 500000.0,
+        "max_position_embeddings": 131072,
+        "rope_scaling": ROPE,
+        **shape,
+    }
+    if MODELS[name][1] < 16:
+        config["quantization"] = {"group_size": 64, "bits": MODELS[name][1]}
+    folder.mkdir(parents=True)
+    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())))  # pyright: ignore[reportArgumentType]
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
 class Bench:
     """A model, a text, and the sides that cells ask for."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
+        if args.random and not args.model.is_dir():
+            make_random(args.model, args.random)
         self.loaded = load(args.model)
         self.kernels = native.prepare(self.loaded.model, args.kernels, cache=KernelConfig().kernel_cache)
-        root = Path(__file__).parent.parent
-        files = [args.data] if args.data else [root / "README.md", *sorted((root / "docs").glob("*.md"))]
-        self.text = Tokenizer.load(args.model).encode("\n\n".join(file.read_text("utf-8") for file in files))
+        self.text = random_text(self.loaded) if args.random else text(args)
         self.plain = Side(self.loaded, KvScheme())
         self.sides: dict[str, Side] = {}
         self.found: dict[tuple[str, int], dict[str, Any]] = {}
@@ -221,6 +261,7 @@ def main() -> None:
     parser.add_argument("--speed", default="4096,1024,7168")
     parser.add_argument("--rows", type=int, default=2)
     parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--random", default=None, metavar="SHAPE", help="a model of random weights: 1B-16, 8B-4, ...")
     parser.add_argument("--kernels", choices=("stock", "native"), default="native")
     add_arguments(parser, "kv_codecs")
     args = parser.parse_args()

@@ -268,7 +268,11 @@ def lines(run: Run, costs: CostModel, bandwidth: Mapping[str, float]) -> Iterato
             values = [
                 s.metrics[cell.primary]
                 for s in run.samples
-                if s.cell == text and s.arm == arm.name and s.status == "ok" and s.block >= 0
+                if s.cell == text
+                and s.arm == arm.name
+                and s.status == "ok"
+                and s.block >= 0
+                and cell.primary in s.metrics
             ]
             if not values:
                 yield [model, threads, text, arm.name, "failed", "0", "", "", ""]

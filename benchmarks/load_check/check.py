@@ -1,16 +1,15 @@
-"""Does an independent load generator measure what our own suite measures? AIPerf and the suite's closed loop, in turns, on one server.
+"""Does an independent load generator measure what our own suite measures? AIPerf and the suite, in turns, on one server.
 
-uv run python benchmarks/load_check/check.py MODEL [--server URL] [--pace SECONDS] [--cores SERVER GENERATOR] [--rounds 5]
-        [--clients 4] [--calls 6] [--tokens 48] [--words N] [--out FOLDER]
+uv run python benchmarks/load_check/check.py MODEL [--server URL | --timed FIRST GAP] [--flags='--threads 1'] [--cores SERVER GENERATORS]
+        [--clients 4] [--arrivals RATE] [--calls 6] [--tokens 48] [--words N] [--poll 500] [--rounds 5] [--out FOLDER]
 
-MODEL is served by a child process unless --server names one that runs already; AIPerf reads its tokenizer. A generator takes processor
-time from a server beside it, and the two generators don't take alike: with --pace a server of the model's first layer alone begins
-forwards at most so often, whatever the processor does (a request waits for the next one: let --words make them many, so that this counts
-little); with --cores server and generators have a core each (the server's `--flags='--threads 1'`). AIPerf comes from the Python registry
-into an environment of its own (uv). Prompts, limits and sampling are the same on both sides, no prompt comes twice, and who goes first
-alternates. Rounds that FOLDER holds from earlier calls are joined. For each metric the ratio of AIPerf's value over ours has Student's
-interval over the rounds' log-ratios: the two agree if it holds 1, or lies within 5 % of 1; an interval wider than a factor of 1.25 either
-way tells nothing.
+MODEL is served by a child process unless --server names one that runs already; AIPerf reads its tokenizer. With --timed the server has no
+model and streams by the clock, so that what is to be measured is known beforehand. The load is a closed loop of --clients, or with
+--arrivals requests that come by a fixed schedule of so many a second. AIPerf comes from the Python registry into an environment of its
+own (uv). Prompts, limits and sampling are the same on both sides, no prompt comes twice, and who goes first alternates. Rounds that FOLDER
+holds from earlier calls are joined. For each metric the ratio of AIPerf's value over ours has Student's interval over the rounds'
+log-ratios: the two agree if it holds 1, or lies within 5 % of 1; an interval wider than a factor of 1.25 either way tells nothing.
+Then each one's own times of its requests are put through the other's arithmetic: what differs there is the arithmetic, the rest the load.
 """
 
 from __future__ import annotations
@@ -20,89 +19,45 @@ import json
 import math
 import os
 import shlex
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import httpx
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from paced import shallow
+from generators import (
+    AIPERF,
+    FIRST,
+    METRICS,
+    PACE,
+    RATE,
+    TOKENS,
+    AIPerf,
+    Load,
+    Order,
+    aiperf_metrics,
+    loop_metrics,
+    ours,
+)
+from timed import timed_command
 
 from children import running
-from gnomon.bench.environment import child_environment
-from gnomon.bench.http import Streamed, gnomon_command, stream_completion
+from gnomon.bench.http import gnomon_command, load_client
+from gnomon.bench.schedule import arrival_times
 from gnomon.bench.statistics import interval
-from gnomon.bench.workload import Cell, Workload
+from gnomon.bench.workload import Cell, Schedule, Workload
 
-AIPERF = "aiperf==0.13.0"
-METRICS = {
-    "requests per second": "request_throughput",
-    "output tokens per second": "output_token_throughput",
-    "time to first token, median, s": "time_to_first_token",
-}
-"""Ours by AIPerf's names."""
 CLOSE = 0.05
 BLIND = 1.25
-
-
-def ours(client: httpx.Client, prompts: Sequence[Sequence[str]], tokens: int) -> dict[str, float]:
-    """The suite's closed loop: clients that each send their next request when the last one has ended."""
-
-    def one(mine: Sequence[str]) -> list[Streamed]:
-        return [stream_completion(client, prompt, tokens) for prompt in mine]
-
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        begun = time.perf_counter()
-        answers = [answer for mine in pool.map(one, prompts) for answer in mine]
-    seconds = max(answer.ended for answer in answers) - begun
-    return {
-        "requests per second": len(answers) / seconds,
-        "output tokens per second": sum(answer.completion_tokens for answer in answers) / seconds,
-        "time to first token, median, s": median(answer.outputs[0] - answer.begun for answer in answers),
-    }
-
-
-def theirs(
-    url: str, model: Path, served: str, prompts: Sequence[Sequence[str]], tokens: int, out: Path
-) -> dict[str, float]:
-    """AIPerf with as many requests in flight, until all prompts are answered. Raises RuntimeError with its last words if it fails."""
-    out.mkdir(parents=True)
-    texts = [prompt for turn in zip(*prompts, strict=True) for prompt in turn]
-    (out / "prompts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    command = [
-        "uv", "run", "--no-project", "--with", AIPERF, "aiperf", "profile", "--model", served, "--url", url,
-        "--endpoint-type", "completions",
-        "--streaming", "--tokenizer", str(model), "--input-file", str(out / "prompts.jsonl"), "--custom-dataset-type", "single_turn",
-        "--dataset-sampling-strategy", "sequential", "--concurrency", str(len(prompts)), "--request-count", str(len(texts)),
-        "--use-legacy-max-tokens", "--use-server-token-count", "--extra-inputs", json.dumps({"temperature": 0, "max_tokens": tokens}),
-        "--output-artifact-dir", str(out / "artifacts"), "--ui", "none", "--no-gpu-telemetry", "--no-server-metrics",
-        "--workers-max", "1", "--record-processor-service-count", "1",
-    ]  # fmt: skip
-    done = subprocess.run(command, cwd=out, env=child_environment(), capture_output=True, text=True, check=False)
-    (out / "aiperf.log").write_text(done.stdout + done.stderr)
-    report = next((out / "artifacts").rglob("profile_export_aiperf.json"), None)
-    if done.returncode or report is None:
-        words = (done.stdout + done.stderr).strip().splitlines()[-5:]
-        raise RuntimeError(
-            f"aiperf ended with status {done.returncode}: {' / '.join(words)} (all in {out / 'aiperf.log'})"
-        )
-    found = json.loads(report.read_text())
-    if found.get("error_summary") or round(found["request_count"]["avg"]) != len(texts):
-        raise RuntimeError(
-            f"aiperf counts {found['request_count']['avg']:g} of {len(texts)} requests: {found.get('error_summary')}"
-        )
-    values = {ours: found[name]["p50" if name == "time_to_first_token" else "avg"] for ours, name in METRICS.items()}
-    scale = {"ms": 1e-3, "us": 1e-6, "s": 1.0}[found["time_to_first_token"]["unit"]]
-    return {**values, "time to first token, median, s": values["time to first token, median, s"] * scale}
+Round = dict[str, dict[str, float]]
 
 
 @contextmanager
@@ -110,25 +65,56 @@ def server(args: argparse.Namespace) -> Generator[str]:
     if args.server is not None:
         yield args.server.rstrip("/").removesuffix("/v1")
         return
-    command = gnomon_command(args.model, "--no-open", *shlex.split(args.flags))
-    if args.pace is not None:
-        command = paced_command(shallow(args.model.resolve(), args.out / "model"), args.pace, args.clients)
+    command: Callable[[int], Sequence[str]] = gnomon_command(args.model, "--no-open", *shlex.split(args.flags))
+    if args.timed is not None:
+        command = timed_command(args.timed[0], args.timed[1])
     if args.cores is not None:
         # A child keeps to the cores that its parent had when it was started.
-        os.sched_setaffinity(0, {args.cores[0]})
+        os.sched_setaffinity(0, args.cores[0])
     with running(command) as child:
         if args.cores is not None:
-            os.sched_setaffinity(0, {args.cores[1]})
+            os.sched_setaffinity(0, args.cores[1])
         yield child.url
 
 
-def paced_command(model: Path, seconds: float, batch: int) -> Callable[[int], list[str]]:
-    """Command line of a server of `model` that keeps a pace, by port."""
-    program = [sys.executable, str(Path(__file__).with_name("paced.py")), str(model)]
-    return lambda port: [*program, "--port", str(port), "--pace", str(seconds), "--batch", str(batch)]
+def served_metrics(record: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """What a timed server did, by its own record."""
+    seconds = max(one["ended"] for one in record) - min(one["arrived"] for one in record)
+    return {
+        RATE: len(record) / seconds,
+        TOKENS: sum(one["tokens"] for one in record) / seconds,
+        FIRST: median(one["first"] - one["arrived"] for one in record),
+        PACE: median((one["ended"] - one["first"]) / (one["tokens"] - 1) for one in record),
+    }
 
 
-def told(rounds: Sequence[dict[str, dict[str, float]]]) -> tuple[str, bool]:
+def truth(first: float, gap: float, order: Order) -> dict[str, float]:
+    """What a timed server's clock allows: every answer takes `first` and a gap for each further token, and nothing lies between."""
+    count, one = len(order.texts), first + (order.tokens - 1) * gap
+    seconds = len(order.prompts[0]) * one if order.times is None else order.times[-1] + one
+    return {RATE: count / seconds, TOKENS: count * order.tokens / seconds, FIRST: first, PACE: gap}
+
+
+def one_round(load: Load, side: str, record: Sequence[dict[str, Any]] | None) -> Round:
+    """A load's numbers: as its generator reports them, by the other's arithmetic, and by the server's record if it keeps one."""
+    other = loop_metrics(load.begun, load.answers) if side == "aiperf" else aiperf_metrics(load.answers)
+    found = {side: load.reported, f"{side}, crossed": other, f"{side}, cores": {"cores": load.cores}}
+    return found if record is None else {**found, f"{side}, served": served_metrics(record)}
+
+
+def table(rounds: Sequence[Round], pairs: Sequence[tuple[str, str, str]]) -> str:
+    """The median over the rounds of the ratio of two sides, and its range, by metric: pairs are (title, side, over side)."""
+    lines = ["| Metric | " + " | ".join(title for title, _, _ in pairs) + " |", "|---" * (len(pairs) + 1) + "|"]
+    for metric in METRICS:
+        cells: list[str] = []
+        for _, side, over in pairs:
+            ratios = [one[side][metric] / one[over][metric] for one in rounds]
+            cells.append(f"{median(ratios):.4f} ({min(ratios):.4f} to {max(ratios):.4f})")
+        lines.append(f"| {metric} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def told(rounds: Sequence[Round]) -> tuple[str, bool]:
     """A table, and whether all metrics agree."""
     lines = ["| Metric | Ours: median (range) | AIPerf: median (range) | AIPerf / ours | |", "|---|---|---|---|---|"]
     agree = True
@@ -144,75 +130,126 @@ def told(rounds: Sequence[dict[str, dict[str, float]]]) -> tuple[str, bool]:
         else:
             verdict = "**differ**"
         agree = agree and verdict == "agree"
-        shown = [f"{median(values):.3g} ({min(values):.3g} to {max(values):.3g})" for values in sides.values()]
+        shown = [f"{median(values):.4g} ({min(values):.4g} to {max(values):.4g})" for values in sides.values()]
         lines.append(
             f"| {metric} | {shown[0]} | {shown[1]} | {math.exp(found.estimate):.3f} [{low:.3f}, {high:.3f}] | {verdict} |"
         )
     return "\n".join(lines), agree
 
 
-def main() -> int:
+def report(rounds: Sequence[Round]) -> tuple[str, bool]:
+    """All tables, and whether all metrics agree."""
+    first, agree = told(rounds)
+    crossed = [(f"{side}: the other's arithmetic / its own", f"{side}, crossed", side) for side in ("ours", "aiperf")]
+    parts = [first, table(rounds, crossed)]
+    if "truth" in rounds[0]:
+        sides = ("ours", "aiperf")
+        known = [*((f"{s} / the server's record of it", s, f"{s}, served") for s in sides)]
+        known += [(f"{s} / what the clock allows", s, "truth") for s in sides]
+        parts.append(table(rounds, known))
+    used = {s: [one[f"{s}, cores"]["cores"] for one in rounds] for s in ("ours", "aiperf")}
+    parts.append(f"Cores in use, median: {', '.join(f'{side} {median(values):.2f}' for side, values in used.items())}.")
+    return "\n\n".join(parts), agree
+
+
+def core_list(text: str) -> set[int]:
+    """Cores written 0 or 0,2 or 0-3. Raises ValueError if it is none of that."""
+    found: set[int] = set()
+    for part in text.split(","):
+        low, _, high = part.partition("-")
+        found |= set(range(int(low), int(high or low) + 1))
+    return found
+
+
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="the model's directory")
     parser.add_argument("--server", help="a running server of that model")
     parser.add_argument(
-        "--flags", default="", metavar="='--FLAG …'", help="flags of the server that is started otherwise"
+        "--timed", type=float, nargs=2, metavar=("FIRST", "GAP"), help="a server without a model, seconds"
     )
+    parser.add_argument("--flags", default="", metavar="='--FLAG …'", help="flags of the server that is started")
     parser.add_argument(
-        "--pace", type=float, metavar="SECONDS", help="let the server's forwards begin at least so far apart"
-    )
-    parser.add_argument(
-        "--cores", type=int, nargs=2, metavar=("SERVER", "GENERATOR"), help="a core for the server, one for the rest"
+        "--cores", type=core_list, nargs=2, metavar=("SERVER", "GENERATORS"), help="cores of each, like 0 1 or 0-7 8-15"
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--calls", type=int, default=6, help="requests of each client and round")
+    parser.add_argument(
+        "--arrivals", type=float, metavar="RATE", help="a Poisson schedule of so many requests a second"
+    )
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument(
         "--words", type=int, default=0, help="words of a prompt, each about a token; else some 30 tokens"
     )
     parser.add_argument(
-        "--out", type=Path, help="keep AIPerf's artifacts and the result here (default: a temporary folder)"
+        "--poll", type=int, default=500, help="how often a second AIPerf's closed loop looks; 0: without a pause"
     )
+    parser.add_argument("--aiperf", default=AIPERF, metavar="COMMAND", help="how AIPerf is called")
+    parser.add_argument("--out", type=Path, help="keep artifacts and the result here (default: a temporary folder)")
     args = parser.parse_args()
-    if args.server is not None and (args.pace is not None or args.cores is not None):
-        parser.error("--pace and --cores are for a server that is started here")
-    if args.pace is not None and args.flags:
-        parser.error("--flags are not for a paced server")
-    out = args.out = (args.out or Path(tempfile.mkdtemp(prefix="load_check_"))).resolve()
-    cell = Cell.parse(f"stream:{args.clients}x{args.tokens}")
-    kept = out / "rounds.json"
-    asked = {name: value for name, value in vars(args).items() if name not in ("rounds", "out", "model")}
-    before = json.loads(kept.read_text()) if kept.exists() else {"asked": asked, "rounds": []}
-    if before["asked"] != asked:
-        parser.error(f"--out: {out} holds rounds of other arguments: {before['asked']}")
-    rounds: list[dict[str, dict[str, float]]] = before["rounds"]
-    if len(rounds) + args.rounds < 2:
+    if args.server is not None and (args.timed is not None or args.cores is not None or args.flags):
+        parser.error("--timed, --cores and --flags are for a server that is started here")
+    if args.timed is not None and args.flags:
+        parser.error("--flags are not for a timed server")
+    if args.tokens < 2:
+        parser.error("--tokens must be at least 2: a time per further token is measured")
+    args.out = (args.out or Path(tempfile.mkdtemp(prefix="load_check_"))).resolve()
+    args.asked = {n: str(value) for n, value in vars(args).items() if n not in ("rounds", "out", "model", "aiperf")}
+    kept = args.out / "rounds.json"
+    before = json.loads(kept.read_text()) if kept.exists() else {"asked": args.asked, "rounds": []}
+    if before["asked"] != args.asked:
+        parser.error(f"--out: {args.out} holds rounds of other arguments: {before['asked']}")
+    args.kept, args.before = kept, before["rounds"]
+    if len(args.before) + args.rounds < 2:
         parser.error("one round has no interval: --rounds must be at least 2, or --out hold others")
-    out.mkdir(parents=True, exist_ok=True)
-    with server(args) as url, httpx.Client(base_url=url, timeout=600, trust_env=False) as client:
-        served = client.get("/v1/models").json()["data"][0]["id"]
+    return args
 
-        def prompts(number: int) -> list[list[str]]:
+
+def main() -> int:
+    args = arguments()
+    rounds: list[Round] = args.before
+    args.out.mkdir(parents=True, exist_ok=True)
+    cell = Cell.parse(f"stream:{args.clients}x{args.tokens}")
+    with server(args) as url, httpx.Client(base_url=url, timeout=60, trust_env=False) as plain:
+        served = plain.get("/v1/models").json()["data"][0]["id"]
+        client = load_client(url, 600)
+
+        def order(number: int, calls: int = args.calls) -> Order:
             work = Workload(cell, number, int(time.time()))
             text = partial(work.long_text, args.words) if args.words else work.text
-            return [[text(n * args.calls + call) for call in range(args.calls)] for n in range(args.clients)]
+            prompts = [[text(n * calls + call) for call in range(calls)] for n in range(args.clients)]
+            if args.arrivals is None:
+                return Order(prompts, args.tokens)
+            times = arrival_times(Schedule("poisson", args.arrivals, 1.0, 1.0), args.clients * calls, number // 2)
+            return Order(prompts, args.tokens, [t - times[0] for t in times])
 
-        ours(client, [[one[0]] for one in prompts(-1)], args.tokens)
+        ours(client, order(-2, 1))
         for number in range(len(rounds), len(rounds) + args.rounds):
-            found: dict[str, dict[str, float]] = {}
+            found: Round = {}
+            if args.timed is not None:
+                found["truth"] = truth(args.timed[0], args.timed[1], order(2 * number))
             for side in ("ours", "aiperf") if number % 2 == 0 else ("aiperf", "ours"):
-                texts = prompts(2 * number + (side == "ours"))
-                found[side] = (
-                    ours(client, texts, args.tokens)
-                    if side == "ours"
-                    else theirs(url, args.model.resolve(), served, texts, args.tokens, out / f"round{number}")
-                )
+                asked = order(2 * number + (side == "ours"))
+                begun = time.perf_counter()
+                if side == "ours":
+                    load = ours(client, asked)
+                else:
+                    before = order(-3 - number, 1).texts
+                    other = AIPerf(url, args.model.resolve(), served, args.poll, before, args.aiperf)
+                    load = other.run(asked, args.out / f"round{number}")
+                record = None
+                if args.timed is not None:
+                    sent = set(asked.texts)
+                    record = [one for one in plain.get("/record").json() if one["prompt"] in sent]
+                    if len(record) != len(sent) or min(one["arrived"] for one in record) < begun:
+                        raise RuntimeError(f"the server has {len(record)} of {len(sent)} requests on its record")
+                found |= one_round(load, side, record)
             rounds.append(found)
             print(f"round {number}: {json.dumps(found)}", flush=True)
-            kept.write_text(json.dumps({"asked": asked, "rounds": rounds}, indent=1))
-    table, agree = told(rounds)
-    print(f"{table}\n{out}")
+            args.kept.write_text(json.dumps({"asked": args.asked, "rounds": rounds}, indent=1))
+    text, agree = report(rounds)
+    print(f"{text}\n\n{args.out}")
     return 0 if agree else 1
 
 

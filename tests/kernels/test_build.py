@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from filelock import FileLock
 
 from gnomon.kernels import build, dispatch, native
 
@@ -97,8 +98,21 @@ def test_a_failing_build_names_the_error_and_leaves_nothing(tmp_path: Path) -> N
     assert [p.name for p in (tmp_path / "cache").iterdir() if not p.name.endswith(".lock")] == []
 
 
+def test_what_killed_builds_left_is_removed_at_the_next_one(tmp_path: Path) -> None:
+    """Not what others are working in, nor what was just made."""
+    cache = tmp_path / "kernels"
+    for name in ("killed", "working", "old", "new"):
+        (cache / f"building-{name}" / "result").mkdir(parents=True)
+    cache.chmod(0o700)
+    os.utime(cache / "building-old", (1, 1))
+    (cache / "building-killed" / build.OWNER).touch()
+    with FileLock(cache / "building-working" / build.OWNER), pytest.raises(build.BuildError):
+        build.ensure(cache, compiler=fake_compiler(tmp_path, fails=True))
+    assert sorted(path.name for path in cache.glob("building-*")) == ["building-new", "building-working"]
+
+
 def test_a_library_that_does_not_work_is_not_kept(tmp_path: Path) -> None:
-    with pytest.raises(build.BuildError, match="fail their first product"):
+    with pytest.raises(build.BuildError, match="fail their first run"):
         build.ensure(tmp_path / "cache", compiler=fake_compiler(tmp_path))
     assert [p.name for p in (tmp_path / "cache").iterdir() if not p.name.endswith(".lock")] == []
 

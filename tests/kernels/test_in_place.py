@@ -169,6 +169,27 @@ def test_appending_in_place_changes_no_bit(
             assert (mine == theirs).all(), name
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gated_attention_has_the_bits_in_place_that_it_has_apart(
+    native: ModuleType, calls: list[int], dtype: str
+) -> None:
+    model = make("qwen3_5", dtype)
+    assert {"NativeQwen3NextAttention", "NativeGatedDeltaNet", "NativeDecoderLayer"} <= set(layers.swap(model, native))
+    new, tokens = new_state_of(model), [int(token) for token in TOKENS[:60]]
+    states = [new() for _ in range(3)]
+    # A state's first window has no buffers.
+    whole = [bits_of(forward(model, states[row], [tokens[30 * row : 30 * row + 30]]))[0] for row in (0, 1)]
+    assert not calls
+    parts = [forward(model, states[2], [tokens[start:end]]) for start, end in ((0, 10), (10, 11), (11, 30))]
+    assert (bits_of(mx.concatenate(parts, axis=1))[0] == whole[0]).all()
+    assert set(calls) == {1, 19}
+    lone, batch = states[2], states[0]
+    batch.join(states[1])
+    for token in (3, 4, 5):
+        together = bits_of(forward(model, batch, [[token], [token + 1]]))
+        assert (bits_of(forward(model, lone, [[token]]))[0] == together[0]).all()
+
+
 @pytest.mark.parametrize(
     ("dtype", "codecs"),
     [

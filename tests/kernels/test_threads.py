@@ -105,7 +105,22 @@ def recurrent(e: ModuleType) -> list[mx.array]:
     q, k, v = random(2, 12, 2, D) / 8, random(2, 12, 2, D, seed=1) / 8, random(2, 12, 4, D, seed=2)
     state = random(2, 4, D, D, seed=5)
     delta = e.gated_delta(q, k, v, gates(2, 12, 4, seed=3), gates(2, 12, 4, seed=4), state, None)
-    return [*delta, e.short_convolution(random(2, 60, 512), random(512, 4, 1, seed=1), True)]
+    widths = (3 * D * 2, D * 2, 2, 2)
+    mixer = e.delta_mixer(
+        random(2, 30, 512),
+        *(projection(e, n, 512, n, True) for n in widths),
+        random(3 * D * 2, 4, 1),
+        random(2),
+        random(2),
+        random(D),
+        2,
+        2,
+        1e-6,
+        None,
+        None,
+        mx.array([30, 4]),
+    )
+    return [*delta, *mixer, e.short_convolution(random(2, 60, 512), random(512, 4, 1, seed=1), True)]
 
 
 def layers(e: ModuleType) -> list[mx.array]:

@@ -235,6 +235,13 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
+def load_client(url: str, timeout: float = 30.0) -> httpx.Client:
+    """A client that makes a connection for each request: none waits for another's, and none meets one that the server has just closed as
+    idle. `timeout` in seconds."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+    return httpx.Client(base_url=url, timeout=timeout, trust_env=False, limits=limits)
+
+
 class ServerContender:
     """A server in a child process. `command(port)` is its command line; it must serve `/v1/models` and `/v1/completions`.
 
@@ -268,13 +275,7 @@ class ServerContender:
             stdout=self._log,
             stderr=subprocess.STDOUT,
         )
-        self._client = httpx.Client(
-            base_url=f"http://127.0.0.1:{port}",
-            timeout=30,
-            trust_env=False,
-            # A connection for each request: none waits for another's, and none meets one that the server has just closed as idle.
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
-        )
+        self._client = load_client(f"http://127.0.0.1:{port}")
         deadline = self._spawned + START_TIMEOUT
         while True:
             if self._child.poll() is not None:

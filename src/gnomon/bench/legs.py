@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from statistics import median
@@ -26,7 +25,7 @@ from gnomon.bench.http import (
     stream_completion,
 )
 from gnomon.bench.provenance import machine, sha256_text
-from gnomon.bench.schedule import arrival_times, offer, summary
+from gnomon.bench.schedule import arrival_times, closed_loop, loop_summary, offer, summary
 from gnomon.bench.schema import Work
 from gnomon.bench.sources import cpu_seconds, stated_memory, system_memory
 from gnomon.bench.workload import FIRST_TOKENS, STORY, TURN_TOKENS, ArmFailed, ArmTimedOut, Measurement, Workload
@@ -265,22 +264,10 @@ def loop(arm: LegContender, workload: Workload) -> Measurement:
     """Clients that each send their next request when the last one has ended."""
     cell = workload.cell
     prompts = [[workload.text(client * cell.calls + n) for n in range(cell.calls)] for client in range(cell.rows)]
-
-    def client(mine: Sequence[str]) -> list[Streamed]:
-        return [arm.ask(prompt, cell.output_tokens) for prompt in mine]
-
-    with ThreadPoolExecutor(cell.rows) as pool:
-        begun = time.perf_counter()
-        answers = [answer for mine in pool.map(client, prompts) for answer in mine]
-    total = max(a.ended for a in answers) - begun
-    firsts = [first_output(a) for a in answers]
-    metrics = {
-        "aggregate_tokens_per_second": sum(a.completion_tokens for a in answers) / total,
-        "first_output_median_seconds": median(firsts),
-        "first_output_max_seconds": max(firsts),
-        "total_seconds": total,
-    }
-    return arm.done(workload, [p for mine in prompts for p in mine], answers, metrics)
+    begun, found = closed_loop(prompts, lambda prompt: arm.ask(prompt, cell.output_tokens))
+    answers = [answer for mine in found for answer in mine]
+    prompts_sent = [prompt for mine in prompts for prompt in mine]
+    return arm.done(workload, prompts_sent, answers, loop_summary(begun, answers))
 
 
 def schedule(arm: LegContender, workload: Workload) -> Measurement:

@@ -1,4 +1,4 @@
-"""Requests on a schedule: arrival times, an open loop that no slow server slows, and what met its objectives."""
+"""Loads of many requests: a closed loop of clients, and an open one on a schedule that no slow server slows and what met its aims."""
 
 from __future__ import annotations
 
@@ -15,6 +15,32 @@ from gnomon.bench.workload import ArmFailed, Schedule
 
 TAIL_SAMPLES = 20
 """Requests below which no 95th percentile is given: it would be their maximum."""
+
+
+def closed_loop(
+    prompts: Sequence[Sequence[str]], send: Callable[[str], Streamed]
+) -> tuple[float, list[list[Streamed]]]:
+    """Clients, one for each sequence of prompts, that send their next request when the last one has ended; returns the instant of the
+    start (`perf_counter`) and each client's answers."""
+
+    def client(mine: Sequence[str]) -> list[Streamed]:
+        return [send(prompt) for prompt in mine]
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        begun = time.perf_counter()
+        return begun, list(pool.map(client, prompts))
+
+
+def loop_summary(begun: float, answers: Sequence[Streamed]) -> dict[str, float]:
+    """Tokens per second from the start to the last end, and latencies."""
+    total = max(a.ended for a in answers) - begun
+    firsts = [a.outputs[0] - a.begun for a in answers]
+    return {
+        "aggregate_tokens_per_second": sum(a.completion_tokens for a in answers) / total,
+        "first_output_median_seconds": median(firsts),
+        "first_output_max_seconds": max(firsts),
+        "total_seconds": total,
+    }
 
 
 @dataclass(frozen=True, slots=True)

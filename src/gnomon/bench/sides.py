@@ -84,7 +84,7 @@ def summarise(
     firsts = [row.first - begun for row in rows]
     end = max(row.last for row in rows)
     metrics: dict[str, float] = {"total_seconds": end - begun, **memory}
-    if cell.rows == 1:
+    if cell.task != "batch":
         metrics["first_token_seconds"] = firsts[0]
         metrics["prefill_tokens_per_second"] = cell.prompt_tokens / firsts[0]
         rate = rows[0].decode_rate

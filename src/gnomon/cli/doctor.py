@@ -119,6 +119,10 @@ def _kernels(config: Config) -> Iterator[Finding]:
         return  # said above
     names = ", ".join(operation.name for operation in operations.ALL)
     wanted = native.AUTO if config.kernel.kernels == "auto" else config.kernel.kernels
+    if backend() == "cuda" and wanted == "native" and not config.kernel.stock:
+        yield Finding("kernels", "ok", "native for CUDA, compiled when they are first used")
+        yield _launches(config)
+        return
     if config.kernel.stock or wanted == "stock" or backend() != "cpu":
         why = "asked for" if config.kernel.stock else f"native ones are for Linux CPUs, this is {backend()}"
         yield Finding("kernels", "ok", f"stock operations ({why})")
@@ -154,6 +158,35 @@ def _kernels(config: Config) -> Iterator[Finding]:
         f"{'int8' if wanted == 'int8' else 'native'} for {extension.isa()}, "
         f"{config.kernel.threads or native.default_threads()} threads: {names}",
     )
+
+
+def _launches(config: Config) -> Finding:
+    """How decode steps on CUDA are launched."""
+    from gnomon.kernels import build
+
+    if not config.kernel.cuda_graph:
+        return Finding("launches", "ok", "decode steps are launched kernel by kernel (asked for)")
+    try:
+        tools = build.toolchain(extension=build.CUDA)
+        here: build.Build | None = build.Build(
+            config.kernel.kernel_cache / tools.key / f"{build.CUDA.module}.so", tools, 0.0, build.CUDA.module
+        )
+    except build.BuildError as error:
+        here = build.carried(config.kernel.kernel_cache, build.CUDA)
+        if here is None:
+            return Finding(
+                "launches",
+                "note",
+                f"decode steps are launched kernel by kernel, which costs the host a few times as much: {error}",
+                "install a C++ compiler and Python's headers (Debian: apt install g++ python3-dev); --no-cuda-graph is silent",
+            )
+    if not here.path.is_file():
+        return Finding("launches", "note", "decode steps at once, not built yet", "nothing: the first start builds it")
+    try:
+        build.load(here)
+    except build.BuildError as error:
+        return Finding("launches", "broken", str(error), f"remove {here.path.parent}")
+    return Finding("launches", "ok", "decode steps are launched at once")
 
 
 def _directories(config: Config) -> Iterator[Finding]:

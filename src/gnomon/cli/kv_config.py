@@ -56,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
             "stock" if kernels.stock else kernels.kernels,
             cache=kernels.kernel_cache,
             threads=kernels.threads,
+            graph=kernels.cuda_graph,
         )
         if args.data is not None:
             rows = _cut(Tokenizer.load(found.path).encode(args.data.read_text("utf-8")), args.rows, args.length)

@@ -27,6 +27,7 @@ class KernelConfig:
         "builds of the native CPU kernels; apart from --cache, so that all caches of a machine share them",
         metavar="DIR",
     )
+    cuda_graph: bool = option(True, "launch a decode step's kernels on CUDA at once; off: one by one")
     l1: bool = option(False, "equal to mlx-lm to the bit: stock operations only")
 
     @property

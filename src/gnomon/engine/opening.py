@@ -120,7 +120,9 @@ def open_core(
 def _prepare(loaded: LoadedModel, wanted: KernelConfig, *, alone: bool = True) -> Kernels:
     # Native kernels don't know layers that are split over processes.
     policy = "stock" if wanted.stock or not alone else wanted.kernels
-    return native.prepare(loaded.model, policy, cache=wanted.kernel_cache, threads=wanted.threads)
+    return native.prepare(
+        loaded.model, policy, cache=wanted.kernel_cache, threads=wanted.threads, graph=wanted.cuda_graph
+    )
 
 
 def _identity(core: Core, operations: str) -> str:

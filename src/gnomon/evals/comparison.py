@@ -89,7 +89,10 @@ def side_of(model: Path, kernels: KernelConfig, kv: KvScheme, memory: Path) -> S
     Raises OSError or ValueError for a directory that holds no model.
     """
     found = native.start(
-        "stock" if kernels.stock else kernels.kernels, cache=kernels.kernel_cache, threads=kernels.threads
+        "stock" if kernels.stock else kernels.kernels,
+        cache=kernels.kernel_cache,
+        threads=kernels.threads,
+        graph=kernels.cuda_graph,
     )
     held = kv.name + (f" from {kv.start}" if kv.start else "") + (" fused" if kv.fused else "")
     if kv.mode == "config":

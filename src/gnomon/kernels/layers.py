@@ -9,6 +9,7 @@ made here. Inside a native step the subclass issues
     gated_mlp        norm, gate, up, activation, down, norm, residual                 instead of 8
     gated            activation and product between experts' projections              instead of 2
     experts          norm, router, choice, experts, weighted sum, residual            instead of about 20
+    delta_mixer      projections, convolution, gates, gated delta rule, gated norm    instead of about 25
 
 with the same bits as the unfused kernels give: every step rounds to the activations' type. Weights that are multiplied in whole numbers are
 laid out for that first, layer by layer (`tiles`). A layer whose submodules are not what was
@@ -32,11 +33,11 @@ from gnomon.kernels.dispatch import thread
 from gnomon.kernels.experts import Experts
 from gnomon.kernels.linear import Linear, NativeQuantizedEmbedding, linear_forward
 from gnomon.kernels.quantized_matmul import FLOATS, why_not
-from gnomon.kernels.recurrent import gated_delta_net
+from gnomon.kernels.recurrent import Mixer
 from gnomon.kernels.rope import offset_array
 from gnomon.kernels.tiles import tile
 
-SILU, GELU_TANH, GELU_ERF = range(3)
+SILU, GELU_TANH, GELU_ERF, SIGMOID = range(4)
 """Numbers of the activations in the extension."""
 
 NormKind = Literal["plain", "plus one"]
@@ -52,23 +53,25 @@ class Family:
     block: str | None = None
     mixer: str | None = None
     experts: str | None = None
+    rest: str | None = None  # blocks of which the MLP with its norm and residual alone is swapped
     activation: int = SILU
     norm: NormKind = "plain"
     after: bool = False  # norms after attention and MLP, as Gemma has them
+    gated: bool = False  # attention's outputs are multiplied by a sigmoid, whose inputs come with the queries
 
 
-ROLES = ("attention", "mlp", "mixer", "experts", "block")
+ROLES = ("attention", "mlp", "mixer", "experts", "block", "rest")
 
 FAMILIES = (
     Family("llama", "Attention", "MLP", "TransformerBlock"),
     Family("qwen2", "Attention", "MLP", "TransformerBlock"),
     Family("qwen3", "Attention", "MLP", "TransformerBlock"),
     Family("qwen3_moe", "Attention", "MLP", "Qwen3MoeDecoderLayer", experts="Qwen3MoeSparseMoeBlock"),
-    Family("qwen3_next", None, "Qwen3NextMLP", None),
-    Family("qwen3_5", mixer="GatedDeltaNet"),
+    Family("qwen3_next", "Qwen3NextAttention", "Qwen3NextMLP", None, gated=True),
+    Family("qwen3_5", mixer="GatedDeltaNet", rest="DecoderLayer"),
     Family("gemma2", mlp="MLP", activation=GELU_TANH),
     Family("gemma4_text", mlp="MLP", activation=GELU_TANH),
-    Family("gemma3_text", "Attention", "MLP", "TransformerBlock", None, None, GELU_TANH, "plus one", True),
+    Family("gemma3_text", "Attention", "MLP", "TransformerBlock", activation=GELU_TANH, norm="plus one", after=True),
 )
 
 
@@ -139,6 +142,7 @@ class Attention:
     form: Any
     extension: ModuleType = field(repr=False)
     dtype: mx.Dtype = mx.float32
+    gated: bool = False
 
     def run(
         self,
@@ -185,6 +189,8 @@ class Attention:
             )
             cache.appended(keys, values)
             return y
+        if self.gated:
+            return self._apart(layer, x, mask, cache)
         offset = cache.offset if cache is not None else 0
         q, k, v = e.heads(
             x,
@@ -208,6 +214,21 @@ class Attention:
         y = scaled_dot_product_attention(q, k, v, cache=cache, scale=layer.scale, mask=mask)
         y = y.transpose(0, 2, 1, 3).reshape(x.shape[0], x.shape[1], -1)
         return e.project(y, self.o.projection, after and after.weight, after.eps if after else 0.0, residual)
+
+    def _apart(self, layer: Any, x: mx.array, mask: Any, cache: Any) -> mx.array:
+        """A gated layer by its own parts, with the bits that it has where it appends in place."""
+        batch, length = x.shape[:2]
+        q, gate = mx.split(layer.q_proj(x).reshape(batch, length, layer.num_attention_heads, -1), 2, axis=-1)
+        k, v = (a.reshape(batch, length, layer.num_key_value_heads, -1) for a in (layer.k_proj(x), layer.v_proj(x)))
+        q, k, v = (a.transpose(0, 2, 1, 3) for a in (layer.q_norm(q), layer.k_norm(k), v))
+        offset = cache.offset if cache is not None else 0
+        q, k = layer.rope(q, offset=offset), layer.rope(k, offset=offset)
+        if cache is not None:
+            append = getattr(cache, "update_and_view", cache.update_and_fetch)
+            k, v = append(k, v)
+        y = scaled_dot_product_attention(q, k, v, cache=cache, scale=layer.scale, mask=mask)
+        y = y.transpose(0, 2, 1, 3).reshape(batch, length, -1)
+        return layer.o_proj(self.extension.gated(gate.reshape(y.shape), y, SIGMOID))
 
 
 @dataclass(slots=True)
@@ -344,10 +365,15 @@ def _attention(layer: Any, family: Family, owner: ModuleType, extension: ModuleT
     if len(types) != 1:
         return None
     rotation = Rotation.of(layer.rope)
+    if family.gated and rotation is None:
+        return None
     eps = next((n.eps for n in norms if n is not None), 0.0)
     turn = (rotation.dims, rotation.traditional, rotation.base, rotation.scale) if rotation else (0, False, 1.0, 1.0)
-    form = extension.HeadForm(layer.n_heads, layer.n_kv_heads, eps, *turn)
-    return Attention(q, k, v, o, norms[0], norms[1], rotation, form, extension, q.dtype)
+    heads = (
+        (layer.num_attention_heads, layer.num_key_value_heads) if family.gated else (layer.n_heads, layer.n_kv_heads)
+    )
+    form = extension.HeadForm(*heads, eps, *turn, family.gated)
+    return Attention(q, k, v, o, norms[0], norms[1], rotation, form, extension, q.dtype, family.gated)
 
 
 def _mlp(layer: Any, family: Family, extension: ModuleType, integer: bool) -> MLP | None:
@@ -378,6 +404,39 @@ def _block(layer: Any, family: Family, owner: ModuleType) -> Block | None:
     return Block(own, mlp, made, family.after)
 
 
+@dataclass(slots=True)
+class Rest:
+    """A swapped block from behind its mixer or attention on."""
+
+    norm: Norm
+    mlp: MLP | SwappedExperts
+
+
+def _rest(layer: Any) -> Rest | None:
+    mlp, norm = getattr(layer.mlp, "fused", None), layer.get("post_attention_layernorm")
+    if not isinstance(mlp, MLP | SwappedExperts) or type(norm) is not nn.RMSNorm or norm["weight"].dtype != mlp.dtype:
+        return None
+    return Rest(Norm(norm, "plain"), mlp)
+
+
+def _rest_forward(own: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        fused = self.fused
+        # The mixer advances its cache, so whether all is current is asked first.
+        if (
+            thread.active
+            and x.dtype == fused.mlp.dtype
+            and fused.norm.current(self.post_attention_layernorm)
+            and fused.mlp.is_current(self.mlp)
+        ):
+            mixer = self.linear_attn if self.is_linear else self.self_attn
+            h = x + mixer(self.input_layernorm(x), mask, cache)
+            return fused.mlp.run(self.mlp, h, fused.norm, None, True)
+        return own(self, x, mask, cache)
+
+    return __call__
+
+
 def _mixer_forward(own: Callable[..., mx.array]) -> Callable[..., mx.array]:
     def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         if (
@@ -387,7 +446,7 @@ def _mixer_forward(own: Callable[..., mx.array]) -> Callable[..., mx.array]:
             and self.sharding_group is None
             and "bias" not in self.conv1d
         ):
-            return gated_delta_net(self, self.fused, x, mask, cache)
+            return self.fused.run(self, x, mask, cache)
         return own(self, x, mask, cache)
 
     return __call__
@@ -436,7 +495,9 @@ def swap(model: nn.Module, extension: ModuleType, integer: bool = False) -> dict
             if role == "attention":
                 fused, forward = _attention(layer, family, owner, extension, integer), _attention_forward
             elif role == "mixer":
-                fused, forward = extension, _mixer_forward
+                fused, forward = Mixer.of(layer, extension, integer), _mixer_forward
+            elif role == "rest":
+                fused, forward = _rest(layer), _rest_forward
             elif role == "experts":
                 fused, forward = SwappedExperts.of(layer, extension, integer), _mlp_forward
             elif role == "mlp":

@@ -17,8 +17,9 @@ import mlx.nn as nn
 import psutil
 
 from gnomon.kernels import blocks, build, dispatch, layers, operations
-from gnomon.kernels.cuda import decode, sources
+from gnomon.kernels.cuda import decode, graphs, sources
 from gnomon.kernels.cuda import operations as cuda_operations
+from gnomon.kernels.cuda.graphs import Graphs
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +48,8 @@ class Kernels:
     """Whether products of 4- and 8-bit weights round activations to 8 bits instead of 16."""
     layers: Mapping[str, int] = field(default_factory=dict[str, int])
     """How many layers of each class were swapped for fused ones."""
+    graph: str | None = None
+    """On CUDA, what keeps decode steps from being one launch; None if nothing does."""
 
     @property
     def name(self) -> str:
@@ -59,6 +62,10 @@ class Kernels:
         if self.isa == CUDA:
             return f"native {CUDA} {sources.version()}"
         return f"{self._kind} {self.isa} {self.path.parent.name}" if self.native and self.path is not None else "stock"
+
+    @property
+    def _no_graph(self) -> str | None:
+        return self.graph or next(iter(decode.graph_failures), None)
 
     @property
     def _kind(self) -> str:
@@ -74,6 +81,7 @@ class Kernels:
             "isa": self.isa,
             "threads": self.threads,
             "layers": dict(self.layers),
+            **({"graph": self._no_graph is None, "graph_reason": self._no_graph} if self.isa == CUDA else {}),
             "operations": dispatch.installed() if self.native else [],
             "stock_calls": dict(dispatch.stock_calls),
         }
@@ -82,6 +90,8 @@ class Kernels:
 _lock = threading.Lock()
 _extension: ModuleType | None = None
 _build: build.Build | None = None
+_graphs: Graphs | None = None
+_no_graphs: str | None = None
 
 
 def start(
@@ -91,6 +101,7 @@ def start(
     threads: int | None = None,
     isa: str = "auto",
     compiler: str | None = None,
+    graph: bool = True,
     progress: Callable[[str], None] = log.info,
 ) -> Kernels:
     """Prepare what `policy` asks for and let the calling thread's steps take it.
@@ -102,7 +113,9 @@ def start(
     if wanted == "native" and is_cuda():
         dispatch.install(cuda_operations.ALL, cuda_operations)
         dispatch.choose(True)
-        return Kernels(policy, True, isa=CUDA)
+        return Kernels(
+            policy, True, isa=CUDA, graph=_load_graphs(cache, compiler, progress) if graph else "switched off"
+        )
     integer = wanted == "int8"
     if wanted == "stock" or mx.default_device() != mx.Device(mx.cpu):
         dispatch.choose(False)
@@ -134,12 +147,13 @@ def prepare(
     *,
     cache: Path,
     threads: int | None = None,
+    graph: bool = True,
     progress: Callable[[str], None] = log.warning,
 ) -> Kernels:
     """`start`, then swap the layers of a model that the calling thread will step."""
-    kernels = start(policy, cache=cache, threads=threads, progress=progress)
+    kernels = start(policy, cache=cache, threads=threads, graph=graph, progress=progress)
     if kernels.isa == CUDA:
-        return replace(kernels, layers=decode.swap(model))
+        return replace(kernels, layers=decode.swap(model, _graphs if kernels.graph is None else None))
     extension = _extension
     if not kernels.native or extension is None:
         return kernels
@@ -154,6 +168,21 @@ def _load(cache: Path, compiler: str | None, progress: Callable[[str], None]) ->
             made = build.ensure(cache, compiler=compiler, progress=progress)
             _extension, _build = build.load(made), made
         return _extension, _build
+
+
+def _load_graphs(cache: Path, compiler: str | None, progress: Callable[[str], None]) -> str | None:
+    """Get ready to make graphs: None, or what is in the way."""
+    global _graphs, _no_graphs
+    with _lock:
+        if _graphs is None and _no_graphs is None:
+            try:
+                _graphs = graphs.load(cache, compiler, progress)
+            except build.BuildError as e:
+                log.warning(
+                    "decode steps are launched kernel by kernel, which costs the host a few times as much: %s", e
+                )
+                _no_graphs = str(e)
+        return _no_graphs
 
 
 def is_cuda() -> bool:

@@ -1,9 +1,11 @@
-"""The gated delta rule and the short convolution before it.
+"""The gated delta rule, the short convolution before it, and both as one operation with what is around them in Qwen 3.5's mixer.
 
 Contract of the native versions
     gated_delta        q, k [B, T, Hk, Dk], v [B, T, Hv, Dv], g [B, T, Hv] or [B, T, Hv, Dk], beta [B, T, Hv], state [B, Hv, Dv, Dk],
                        mask bool [B, T] or None; f32, f16 or bf16, Hv a multiple of Hk; y has q's type, the state keeps its own
     short_convolution  depthwise `mx.conv1d`: x [B, T, C], weight [C, taps, 1], stride 1, no padding or dilation, one group per channel
+    delta_mixer        the mixer from its input to what goes into its output projection: four projections, convolution, queries and keys of
+                       length 1, gates, rule, RMS norm of each head times silu(z); no bias in the convolution; padded rows by their counts
 
 Arithmetic: float32. A token's products with a row of the state are 16 partial sums over Dk and a fixed tree; tokens follow one another.
 With a
@@ -13,13 +15,17 @@ float32 state a token's result doesn't depend on chunks, on other rows, or on th
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
 
 from gnomon.kernels.dispatch import Operation, thread
+from gnomon.kernels.linear import Linear
 from gnomon.kernels.quantized_matmul import FLOATS
+
+PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 
 
 def reference_gated_delta(
@@ -81,6 +87,52 @@ def _make_convolution(stock: Callable[..., mx.array], extension: ModuleType) -> 
         return stock(input, weight, stride, padding, dilation, groups, stream=stream)
 
     return conv1d
+
+
+@dataclass(slots=True)
+class Mixer:
+    """A swapped gated delta mixer. `linears` are those to qkv, z, b and a, or None where the extension can't take one."""
+
+    extension: ModuleType = field(repr=False)
+    linears: tuple[Linear, ...] | None
+
+    @staticmethod
+    def of(layer: Any, extension: ModuleType, integer: bool) -> Mixer:
+        """What a mixer becomes."""
+        parts = [layer.get(name) for name in PROJECTIONS]
+        if not all(map(Linear.covers, parts)):
+            return Mixer(extension, None)
+        linears = tuple(Linear(part, extension, integer) for part in parts)
+        return Mixer(extension, linears if len({linear.dtype for linear in linears}) == 1 else None)
+
+    def run(self, layer: Any, x: mx.array, mask: mx.array | None, cache: Any) -> mx.array:
+        """The mixer's forward: its own parts in one operation, or one by one where they were replaced or the mask is not the state's."""
+        lengths = cache.lengths if cache is not None else None
+        weights = (layer.conv1d.weight, layer.A_log, layer.dt_bias, layer.norm.weight)
+        if (
+            self.linears is None
+            or x.dtype != self.linears[0].dtype
+            or (mask is None) != (lengths is None)
+            or not all(weight.dtype in FLOATS for weight in weights)
+            or not all(linear.current(layer[name]) for linear, name in zip(self.linears, PROJECTIONS, strict=True))
+        ):
+            return gated_delta_net(layer, self.extension, x, mask, cache)
+        before, state = (cache[0], cache[1]) if cache is not None else (None, None)
+        y, before, state = self.extension.delta_mixer(
+            x,
+            *(linear.projection for linear in self.linears),
+            *weights,
+            layer.num_k_heads,
+            layer.num_v_heads,
+            layer.norm.eps,
+            before,
+            state,
+            lengths,
+        )
+        if cache is not None:
+            cache[0], cache[1] = before, state
+            cache.advance(x.shape[1])
+        return layer.out_proj(y)
 
 
 def gated_delta_net(layer: Any, extension: ModuleType, x: mx.array, mask: mx.array | None, cache: Any) -> mx.array:

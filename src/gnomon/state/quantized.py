@@ -9,7 +9,7 @@ from typing import cast
 
 import mlx.core as mx
 
-from gnomon.kernels import dispatch
+from gnomon.kernels import codes, dispatch
 from gnomon.kernels.coded import Mask, View
 from gnomon.kernels.codes import Pair
 from gnomon.state.codecs.codec import Codec, Fetched
@@ -94,6 +94,26 @@ class QuantizedLayer(LayerState):
         heads, length = held[0].keys.shape[1], max(one.end for one in held)
         shape = (self.rows.num_rows, heads, length)
         return View(attend, (*shape, key_dim), dtype), View(attend, (*shape, value_dim), dtype)
+
+    def codes_in_place(
+        self, dim: int, dtype: mx.Dtype
+    ) -> tuple[mx.array, mx.array, tuple[codes.Codes, codes.Codes] | None] | None:
+        """As `FullLayer.in_place`, and how the buffers' words of heads of `dim` elements of `dtype` are read, or None where they are plain.
+        `advance_in_place` follows. None while rows are held in different ways, and for other storages."""
+        part = self._parts[0]
+        storage = part.storage
+        buffers = storage.in_place() if len(self._parts) == 1 and isinstance(storage, FullLayer) else None
+        if buffers is None:
+            return None
+        self._dims = dim, dim, dtype
+        pair = (self.codec.key_codes(dim, dtype), self.codec.value_codes(dim, dtype)) if part.is_coded else None
+        return *buffers, pair
+
+    def advance_in_place(self) -> None:
+        """The kernel was given the buffers of `codes_in_place` and appends the open window."""
+        storage = self._parts[0].storage
+        if isinstance(storage, FullLayer):
+            storage.advance_in_place()
 
     def make_mask(self, width: int, return_array: bool = False, window_size: int | None = None) -> Mask:
         """The mask of the open forward: the storage's own; where parts of a sliding layer differ, None, since each masks itself."""

@@ -59,10 +59,10 @@ NB_MODULE(gnomon_kernels, m) {
   if (nb::handle known = nb::type<HeadForm>(); known.is_valid()) m.attr("HeadForm") = known;
   else nb::class_<HeadForm>(m, "HeadForm")
       .def("__init__",
-           [](HeadForm* self, int q_heads, int k_heads, float norm_eps, int rope_dims, bool traditional, float base, float scale) {
-             new (self) HeadForm{q_heads, k_heads, norm_eps, rope_dims, traditional, base, scale};
+           [](HeadForm* self, int q_heads, int k_heads, float norm_eps, int rope_dims, bool traditional, float base, float scale, bool gated) {
+             new (self) HeadForm{q_heads, k_heads, norm_eps, rope_dims, traditional, base, scale, gated};
            },
-           "q_heads"_a, "k_heads"_a, "norm_eps"_a, "rope_dims"_a, "traditional"_a, "base"_a, "scale"_a);
+           "q_heads"_a, "k_heads"_a, "norm_eps"_a, "rope_dims"_a, "traditional"_a, "base"_a, "scale"_a, "gated"_a = false);
   using gnomon::CodesForm;
   if (nb::handle known = nb::type<CodesForm>(); known.is_valid()) m.attr("CodesForm") = known;
   else nb::class_<CodesForm>(m, "CodesForm")
@@ -82,6 +82,8 @@ NB_MODULE(gnomon_kernels, m) {
       .def(nb::init<int, std::vector<std::vector<int>>, std::vector<int>, const std::vector<std::array<int, 4>>&>(), "size"_a, "rows"_a, "counts"_a, "fresh"_a);
   m.def("run_blocks", &gnomon::run_blocks, "blocks"_a, "x"_a, "starts"_a, "buffers"_a, "before"_a.none(), "homes"_a = std::vector<int>{},
         "rings"_a = std::vector<std::vector<int>>{}, "codes"_a = std::vector<std::optional<gnomon::CodesPair>>{}, "pages"_a.none() = nb::none(), "stream"_a = nb::none());
+  m.def("delta_mixer", &gnomon::delta_mixer, "x"_a, "qkv"_a, "z"_a, "b"_a, "a"_a, "conv"_a, "a_log"_a, "dt_bias"_a, "norm"_a, "k_heads"_a, "v_heads"_a, "norm_eps"_a, "before"_a.none(),
+        "state"_a.none(), "counts"_a.none(), "stream"_a = nb::none());
   m.def("heads", &gnomon::heads, "x"_a, "norm"_a.none(), "eps"_a, "q"_a, "k"_a, "v"_a, "q_norm"_a.none(), "k_norm"_a.none(), "form"_a, "offset"_a.none(), "freqs"_a.none(),
         "stream"_a = nb::none());
   m.def("attention_layer", &gnomon::attention_layer, "x"_a, "norm"_a.none(), "eps"_a, "q"_a, "k"_a, "v"_a, "o"_a, "q_norm"_a.none(), "k_norm"_a.none(), "form"_a, "offset"_a, "freqs"_a.none(),

@@ -94,9 +94,9 @@ void HeadsParts::run(const Rows& x, Type type, int d, int64_t length, const int3
   for (int64_t i = 0; i < x.count; i++) {
     const float* cos = turn ? turn->at(starts[i / length] + i % length) : nullptr;
     for (int which = 0; which < 2; which++) {
-      const int count = which ? form.k_heads : form.q_heads;
+      const int count = which ? form.k_heads : form.q_heads, step = which ? d : form.query_step(d);
       for (int head = 0; head < count; head++) {
-        char* at = to[which] + (i * count + head) * d * static_cast<int64_t>(size);
+        char* at = to[which] + (i * count + head) * step * static_cast<int64_t>(size);
         float* y = type == F32 ? reinterpret_cast<float*>(at) : both;
         if (type != F32) t.to_f32(at, type, d, y);
         if (head_norms[which]) head_norms[which]->apply(t, y, y, type);
@@ -169,7 +169,8 @@ void AttentionParts::attend_rows(const Rows& x, Type type, const Places& places,
   const Table& t = table();
   const int dk = d(), dvs = dv();
   const int64_t size = static_cast<int64_t>(type_size(type)), count = places.batch * places.length, slots = buffers.slots;
-  const int64_t wide[4] = {static_cast<int64_t>(form.q_heads) * dk, static_cast<int64_t>(form.k_heads) * dk, static_cast<int64_t>(form.k_heads) * dvs, static_cast<int64_t>(form.q_heads) * dvs};
+  const int step = form.query_step(dk);
+  const int64_t wide[4] = {static_cast<int64_t>(form.q_heads) * step, static_cast<int64_t>(form.k_heads) * dk, static_cast<int64_t>(form.k_heads) * dvs, static_cast<int64_t>(form.q_heads) * dvs};
   room.wide.resize(std::max(room.wide.size(), static_cast<size_t>(count * (wide[0] + wide[1] + wide[2] + wide[3]) * size) + 64));
   char* at[4] = {room.wide.data()};
   for (int i = 0; i < 3; i++) at[i + 1] = at[i] + count * wide[i] * size;
@@ -186,7 +187,7 @@ void AttentionParts::attend_rows(const Rows& x, Type type, const Places& places,
     held[i] = Head(buffers.data[i], codes ? F32 : type, form.k_heads * slots * row, slots * row, row);
     held[i].codes = codes;
   }
-  AttentionJob j{Head(at[0], type, places.length * wide[0], dk, wide[0]), held[0], held[1], places.batch, form.q_heads, form.k_heads, static_cast<int>(places.length), end, dk, dvs, scale,
+  AttentionJob j{Head(at[0], type, places.length * wide[0], step, wide[0]), held[0], held[1], places.batch, form.q_heads, form.k_heads, static_cast<int>(places.length), end, dk, dvs, scale,
                  MASK_CAUSAL, 0};
   j.starts = places.starts;
   j.homes = places.homes;
@@ -209,6 +210,17 @@ void AttentionParts::attend_rows(const Rows& x, Type type, const Places& places,
   j.out = at[3];
   j.out_type = type;
   attend(j);
+  if (form.gated)
+    split(count, count * wide[3] * 8, [&](int64_t from, int64_t end) {
+      float *gate = scratch<1>(2 * (dvs + 16)), *y = gate + dvs + 16;
+      for (int64_t i = from * form.q_heads; i < end * form.q_heads; i++) {
+        char* out = at[3] + i * dvs * size;
+        t.to_f32(at[0] + (i * step + dk) * size, type, dvs, gate);
+        t.to_f32(out, type, dvs, y);
+        t.gate(SIGMOID, gate, y, dvs, y);
+        t.from_f32(y, type, dvs, out);
+      }
+    });
   std::vector<Product> products{ready[3].product(to, type)};
   multiply_rows(dense_rows(x, at[3], type, static_cast<int>(wide[3])), products);
   finish(t, to, type, count, ready[3].n, after, residual);

@@ -54,7 +54,8 @@ struct HeadsParts {
   std::vector<Ready> ready;
 
   void prepare(const Table& t);
-  // To `to[0]`, `to[1]`, `to[2]` as [B, L, heads, D] with positions outside heads, as the products write them. Row b starts at position starts[b].
+  // To `to[0]`, `to[1]`, `to[2]` as [B, L, heads, D] with positions outside heads, as the products write them, queries perhaps with gates behind each.
+  // Row b starts at position starts[b].
   void run(const Rows& x, Type type, int d, int64_t length, const int32_t* starts, char* const* to, Room& room) const;
   const float* waves = nullptr;  // set by `prepare`
 };
@@ -110,7 +111,7 @@ struct AttentionParts : HeadsParts {
 
   void prepare(const Table& t);
   void attend_rows(const Rows& x, Type type, const Places& places, const Buffers& buffers, const std::optional<Rows>& residual, char* to, Room& room) const;
-  int d() const { return ready[0].n / form.q_heads; }
+  int d() const { return ready[0].n / form.q_heads / (form.gated ? 2 : 1); }
   int dv() const { return ready[2].n / form.k_heads; }
 
  private:

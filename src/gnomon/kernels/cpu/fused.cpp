@@ -171,6 +171,7 @@ class GatedMlp : public Native {
 std::vector<mx::array> heads(const mx::array& x, const std::optional<mx::array>& norm, float eps, const Projection& q, const Projection& k, const Projection& v,
                              const std::optional<mx::array>& q_norm, const std::optional<mx::array>& k_norm, const HeadForm& form, const std::optional<mx::array>& offset,
                              const std::optional<mx::array>& freqs, mx::StreamOrDevice s) {
+  if (form.gated) throw std::invalid_argument("gated heads are a whole attention layer's");
   auto stream = mx::to_stream(s);
   std::vector<mx::array> in{x};
   if (norm) in.push_back(*norm);

@@ -11,8 +11,10 @@ struct HeadForm {
   int rope_dims;  // 0: not turned here
   bool traditional;
   float base, scale;
+  bool gated = false;  // the projection to queries gives each head its gate behind its query: outputs are multiplied by the sigmoid of that
+  int query_step(int d) const { return gated ? 2 * d : d; }
 };
-// q, k, v [B, heads, L, D] of x [B, L, K], which is RMS-normalised first if there is a `norm`.
+// Of a form that isn't gated: q, k, v [B, heads, L, D] of x [B, L, K], which is RMS-normalised first if there is a `norm`.
 std::vector<mx::array> heads(const mx::array& x, const std::optional<mx::array>& norm, float eps, const Projection& q, const Projection& k, const Projection& v,
                              const std::optional<mx::array>& q_norm, const std::optional<mx::array>& k_norm, const HeadForm& form, const std::optional<mx::array>& offset,
                              const std::optional<mx::array>& freqs, mx::StreamOrDevice s);

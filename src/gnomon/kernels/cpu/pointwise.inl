@@ -118,6 +118,7 @@ INLINE vf erf(vf x) {
 
 template <Activation A> INLINE vf activate(vf x) {
   if constexpr (A == SILU) return div(x, add(set1(1.0f), exp(sub(zero(), x))));
+  if constexpr (A == SIGMOID) return div(set1(1.0f), add(set1(1.0f), exp(sub(zero(), x))));
   if constexpr (A == GELU_TANH) {
     vf inner = mul(set1(0.7978845608028654f), fma(mul(mul(x, x), x), set1(0.044715f), x));
     return mul(mul(set1(0.5f), x), add(set1(1.0f), tanh(inner)));
@@ -136,6 +137,7 @@ static void gate(Activation a, const float* g, const float* u, size_t n, float* 
     case SILU: return gate_all<SILU>(g, u, n, y);
     case GELU_TANH: return gate_all<GELU_TANH>(g, u, n, y);
     case GELU_ERF: return gate_all<GELU_ERF>(g, u, n, y);
+    case SIGMOID: return gate_all<SIGMOID>(g, u, n, y);
   }
 }
 

@@ -6,7 +6,7 @@ namespace gnomon {
 
 mx::array rms_norm(const mx::array& x, const std::optional<mx::array>& w, float eps, mx::StreamOrDevice s);
 mx::array layer_norm(const mx::array& x, const std::optional<mx::array>& w, const std::optional<mx::array>& b, float eps, mx::StreamOrDevice s);
-// a(gate) * up, `a` being 0 silu, 1 gelu by tanh, 2 gelu by erf. Of equal shape and type.
+// a(gate) * up, `a` being 0 silu, 1 gelu by tanh, 2 gelu by erf, 3 sigmoid. Of equal shape and type.
 mx::array gated(const mx::array& gate, const mx::array& up, int activation, mx::StreamOrDevice s);
 // Over the last axis.
 mx::array softmax(const mx::array& x, mx::StreamOrDevice s);

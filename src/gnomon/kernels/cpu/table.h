@@ -14,7 +14,7 @@ inline constexpr size_t type_size(Type t) { return t == F32 ? 4 : 2; }
 // Q4 and Q8 are multiplied as S4 and S8, by activations of 16 bits, or as I4 and I8, by activations of 8.
 enum Codec : int { Q2 = 2, Q3 = 3, Q4 = 4, Q5 = 5, Q6 = 6, Q8 = 8, I4 = 9, I8 = 10, S4 = 11, S8 = 12, D_F16 = 14, D_BF16 = 15, D_F32 = 16 };
 
-enum Activation : int { SILU = 0, GELU_TANH = 1, GELU_ERF = 2 };
+enum Activation : int { SILU = 0, GELU_TANH = 1, GELU_ERF = 2, SIGMOID = 3 };
 
 // A block is 32 values along K. Every output is 16 partial sums, one for each lane, of values in increasing block order, added by a fixed
 // tree. The lane of a value depends on its place in the block and on the codec alone, so an output's bits depend on nothing else.

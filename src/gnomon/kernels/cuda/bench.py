@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import mlx.core as mx
 
 from gnomon.kernels.bench import ROUNDS, Timing
+from gnomon.kernels.cuda import bench_codes
 from gnomon.kernels.cuda.operations import quantized_matmul
 from gnomon.kernels.cuda.products import DENSE, Weights, product
 
@@ -47,6 +48,7 @@ def bench() -> Iterator[Timing]:
                 rounds = [(_seconds(own), _seconds(stock)) for _ in range(ROUNDS + 1)][1:]
                 case = f"{rows} x {k} by {n}, {'bf16' if bits == DENSE else f'{bits} bits'}"
                 yield Timing("product", case, *(statistics.median(side) for side in zip(*rounds, strict=True)))
+    yield from bench_codes.bench()
 
 
 def _weights(n: int, k: int, bits: int, seed: int) -> Weights:

@@ -11,13 +11,15 @@
 In stock operations a layer has about 15. Every one costs the host about 5 us, and as much again where Python builds it; the graph is built
 once per shape (`mx.compile`).
 
-Taken: one new token for each of 1 to 32 rows, bf16, states of full attention. Anything else is the model's own forward.
+Taken: one new token for each of 1 to 32 rows, bf16, states of full attention, plain or coded. Anything else is the model's own forward.
 """
 
 from __future__ import annotations
 
 import importlib
+import logging
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,12 +28,20 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import rope_utils
 
-from gnomon.kernels.cuda import attention
+from gnomon.kernels.build import BuildError
+from gnomon.kernels.cuda import attention, coded_attention, graphs
+from gnomon.kernels.cuda.graphs import Graphs
 from gnomon.kernels.cuda.products import MOST_ROWS, Weights, add, embed, gated, product
+from gnomon.kernels.cuda.record import roomy
 from gnomon.kernels.dispatch import thread, uncovered
+
+log = logging.getLogger(__name__)
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 """Modules of mlx-lm whose models are norm, attention, residual, norm, gated SiLU MLP, residual."""
+
+graph_failures: list[str] = []
+"""Why decoders of this process gave up making graphs."""
 
 MOST_GRAPHS = 16
 """Compiled graphs to keep: one per number of rows and size of buffers."""
@@ -58,6 +68,9 @@ class Layer:
 class Decoder:
     """The compiled decode step of one model. Raises nothing for models it doesn't know: `Decoder.of` returns None and why."""
 
+    graphs: Graphs | None = None
+    """Who makes one launch of a step; without, kernels go through `mx.compile` one by one."""
+
     def __init__(
         self, table: Weights, layers: Sequence[Layer], norm: mx.array, head: Weights, eps: float, watched: Sequence[Any]
     ) -> None:
@@ -66,58 +79,101 @@ class Decoder:
         self.norm = norm
         self.head = head
         self.eps = eps
-        self._watched = watched
+        self._owners, self._names, self._parts = zip(*watched, strict=True) if watched else ((), (), ())
         self._shapes: set[tuple[int, ...]] = set()
+        self._made: dict[tuple[tuple[tuple[int, ...], mx.Dtype], ...], Any] = {}
+        self._last: Any = None
+        self._codes: Codings = (None,) * len(layers)
         self._counters = mx.zeros(MOST_ROWS * max(layer.form.blocks_per_row for layer in layers), dtype=mx.int32)
         mx.eval(self._counters, [layer.inverse for layer in layers])
         self._compiled = mx.compile(self._forward)
 
     def _forward(self, tokens: mx.array, lengths: mx.array, *buffers: mx.array) -> mx.array:
         """Logits [B, 1, V] for tokens [B, 1]; `buffers` are keys and values of all layers by turns."""
+        return self._logits(tokens.reshape(-1).astype(mx.int32), lengths, *buffers)[:, None]
+
+    def chain(self, lengths: mx.array, tokens: mx.array, *buffers: mx.array) -> mx.array:
+        """The same as a chain of kernels alone: logits [B, V]; `lengths` come from the host."""
+        return self._logits(*graphs.take(tokens, lengths), *buffers)
+
+    def _logits(self, tokens: mx.array, lengths: mx.array, *buffers: mx.array) -> mx.array:
         eps = self.eps
-        h, x = embed(tokens.reshape(-1).astype(mx.int32), self.table, self.layers[0].attention_norm, eps)
+        h, x = embed(tokens, self.table, self.layers[0].attention_norm, eps)
         after = [*(layer.attention_norm for layer in self.layers[1:]), self.norm]
         for i, (layer, next_norm) in enumerate(zip(self.layers, after, strict=True)):
             qkv = product(x, layer.q, layer.k, layer.v)
-            y = attention.attend(
-                layer.form,
-                qkv,
-                buffers[2 * i],
-                buffers[2 * i + 1],
-                lengths,
-                layer.inverse,
-                self._counters,
-                layer.head_norms,
-            )
+            y = self._attend(i, qkv, buffers[2 * i], buffers[2 * i + 1], lengths)
             h, x = add(y, layer.o, h, layer.mlp_norm, eps)
             h, x = add(gated(x, layer.gate, layer.up), layer.down, h, next_norm, eps)
-        return product(x, self.head)[:, None]
+        return product(x, self.head)
+
+    def _attend(self, i: int, qkv: mx.array, keys: mx.array, values: mx.array, lengths: mx.array) -> mx.array:
+        layer, codes = self.layers[i], self._codes[i]
+        more = lengths, layer.inverse, self._counters, layer.head_norms
+        if codes is None:
+            return attention.attend(layer.form, qkv, keys, values, *more)
+        return coded_attention.append_and_attend(layer.form, codes, qkv, keys, values, *more)
 
     def is_current(self) -> bool:
         """Whether the model still has the weights this was made from."""
-        return all(owner.get(name) is part for owner, name, part in self._watched)
+        return all(map(operator.is_, map(dict[str, Any].get, self._owners, self._names), self._parts))
 
     def step(self, tokens: mx.array, caches: Sequence[Any]) -> mx.array | None:
         """The forward of tokens [B, 1] over layer states, which keep the new keys and values; None if it can't be taken here."""
         if tokens.shape[0] > MOST_ROWS or len(caches) != len(self.layers) or not self.is_current():
             return None
-        buffers: list[mx.array] = []
+        held = [_in_place(cache, layer.form.size) for cache, layer in zip(caches, self.layers, strict=True)]
+        found = [one for one in held if one is not None]
+        if len(found) < len(held):
+            return None
+        buffers = [buffer for keys, values, _ in found for buffer in (keys, values)]
+        codes = tuple(one[2] for one in found)
+        if codes != self._codes:
+            self._codes = codes
+            self._shapes.clear()
+            self._compiled = mx.compile(self._forward)
+            self._made.clear()
+            self._last = None
+        rows = caches[0].rows
+        logits = self._launched(tokens, rows.lengths, buffers)
+        if logits is None:
+            logits = self._one_by_one(tokens, rows.offsets, buffers)
         for cache in caches:
-            take = getattr(cache, "in_place", None)
-            pair = take() if take is not None else None
-            if pair is None:
-                return None
-            buffers += pair
+            cache.advance_in_place()
+        return logits
+
+    def _one_by_one(self, tokens: mx.array, lengths: mx.array, buffers: Sequence[mx.array]) -> mx.array:
         shape = (tokens.shape[0], *buffers[0].shape)
         if shape not in self._shapes:
             if len(self._shapes) == MOST_GRAPHS:
                 self._shapes.clear()
                 self._compiled = mx.compile(self._forward)
             self._shapes.add(shape)
-        lengths = caches[0].rows.offsets
-        logits = self._compiled(tokens, lengths, *buffers)
-        for cache in caches:
-            cache.advance_in_place()
+        return self._compiled(tokens, lengths, *buffers)
+
+    def _launched(self, tokens: mx.array, lengths: list[int], buffers: list[mx.array]) -> mx.array | None:
+        """The step as one graph of kernels; None if there can't be one."""
+        if self.graphs is None:
+            return None
+        inputs = [tokens, *buffers]
+        logits = self._last.run(inputs, lengths) if self._last is not None else None
+        if logits is None:
+            shapes = tuple((roomy(array.shape), array.dtype) for array in inputs)
+            graph = self._made.pop(shapes, None)
+            try:
+                rows = tokens.shape[0]
+                graph = graph or self.graphs.make(inputs, rows, self.chain, [rows, 1, self.head.outputs])
+            except (BuildError, ValueError, RuntimeError) as e:
+                log.warning(
+                    "decode steps are launched kernel by kernel, which costs the host a few times as much: %s", e
+                )
+                graph_failures.append(str(e))
+                self.graphs = None
+                return None
+            if len(self._made) == MOST_GRAPHS:
+                del self._made[next(iter(self._made))]
+            self._last = self._made[shapes] = graph
+            logits = graph.run(inputs, lengths)
         return logits
 
     @staticmethod
@@ -127,6 +183,21 @@ class Decoder:
             return _made(model)
         except _Unknown as why:
             return str(why)
+
+
+Codings = tuple[coded_attention.Pair | None, ...]
+"""Which codes each layer's buffers hold, if any."""
+
+
+def _in_place(cache: Any, size: int) -> tuple[mx.array, mx.array, coded_attention.Pair | None] | None:
+    """Keys and values of heads of `size` in buffers with room for a token per row, and the codes they are held in; None if there are none
+    that the kernels take."""
+    if hasattr(cache, "codes_in_place"):
+        found = cache.codes_in_place(size, mx.bfloat16)
+        is_taken = found is not None and (found[2] is None or coded_attention.why_not(found[2]) is None)
+        return found if is_taken else None
+    pair = cache.in_place() if hasattr(cache, "in_place") else None
+    return None if pair is None else (*pair, None)
 
 
 class _Unknown(Exception):
@@ -215,14 +286,18 @@ def _forward(own: Callable[..., mx.array]) -> Callable[..., mx.array]:
 _classes: dict[type, type] = {}
 
 
-def swap(model: nn.Module) -> dict[str, int]:
-    """Give a known model's class the compiled decode step, in place. Returns how many layers take it, by class; raises nothing."""
+def swap(model: nn.Module, graphs: Graphs | None = None) -> dict[str, int]:
+    """Give a known model's class the compiled decode step, in place, in one launch if there is somebody to make `graphs`.
+
+    Returns how many layers take it, by class; raises nothing.
+    """
     if type(model) in _classes.values():
         return {}
     decoder = Decoder.of(model)
     if isinstance(decoder, str):
         uncovered("decode", decoder)
         return {}
+    decoder.graphs = graphs and graphs.another()
     own = type(model)
     native = _classes.get(own)
     if native is None:

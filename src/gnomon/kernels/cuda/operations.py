@@ -8,6 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from gnomon.kernels.cuda import coded, windows
 from gnomon.kernels.cuda.products import MOST_ROWS, TYPES, Weights, product, unpack
 from gnomon.kernels.dispatch import Operation, thread, uncovered
 
@@ -52,4 +53,6 @@ def _make(stock: Callable[..., mx.array], extension: ModuleType) -> Callable[...
 
 ALL: tuple[Operation, ...] = (
     Operation("quantized_matmul", mx, "quantized_matmul", _make, "affine, bits 4 8, groups 32 64 128, any rows"),
+    *windows.OPERATIONS,
+    *coded.OPERATIONS,
 )

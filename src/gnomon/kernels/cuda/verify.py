@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from gnomon.kernels.cuda import attention, products
+from gnomon.kernels.cuda import attention, products, verify_codes, verify_windows
 from gnomon.kernels.cuda.products import Normed, Weights
 from gnomon.kernels.verify import Array, Check, _name, _random, _share, _wide  # pyright: ignore[reportPrivateUsage]
 
@@ -185,3 +185,5 @@ def verify() -> Iterator[Check]:
     yield from _products()
     yield from _fused()
     yield from _attention()
+    yield from verify_windows.verify()
+    yield from verify_codes.verify()

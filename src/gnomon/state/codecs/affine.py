@@ -24,7 +24,7 @@ class Affine(Codec):
 
     Attention is mlx-lm's own quantised function, so a lone row has its bits. With `fused`, windows of several tokens go through the keys
     in tiles with a running softmax (FlashAttention-2), as mlx-optiq does it, so that no window's scores exist whole. In steps with native
-    CPU kernels one of them reads the codes.
+    kernels one of them reads the codes. On CUDA without those, a layer's keys and values are unpacked first.
     """
 
     bits: int
@@ -74,6 +74,13 @@ class Affine(Codec):
         if made is not None:
             return made
         held = held.exact(queries.shape[0])
+        if mx.cuda.is_available() and mx.default_device() == mx.Device(mx.gpu):
+            # MLX's products for CUDA don't take such shapes, so mlx-lm's function fails there.
+            whole = (
+                self.decode_keys(words, dim, held.dtype)
+                for words, dim in ((held.keys, held.key_dim), (held.values, held.value_dim))
+            )
+            return mx.fast.scaled_dot_product_attention(queries, *whole, scale=scale, mask=mask)
         keys = self._parts(held.keys, held.key_dim, held.dtype)
         values = self._parts(held.values, held.value_dim, held.dtype)
         if self.fused and queries.shape[2] > 1:
