@@ -9,7 +9,7 @@ from typing import cast
 
 import mlx.core as mx
 
-from gnomon.kernels import codes, dispatch
+from gnomon.kernels import dispatch
 from gnomon.kernels.coded import Mask, View
 from gnomon.kernels.codes import Pair
 from gnomon.state.codecs.codec import Codec, Fetched
@@ -95,9 +95,7 @@ class QuantizedLayer(LayerState):
         shape = (self.rows.num_rows, heads, length)
         return View(attend, (*shape, key_dim), dtype), View(attend, (*shape, value_dim), dtype)
 
-    def codes_in_place(
-        self, dim: int, dtype: mx.Dtype
-    ) -> tuple[mx.array, mx.array, tuple[codes.Codes, codes.Codes] | None] | None:
+    def codes_in_place(self, dim: int, dtype: mx.Dtype) -> tuple[mx.array, mx.array, CodesPair | None] | None:
         """As `FullLayer.in_place`, and how the buffers' words of heads of `dim` elements of `dtype` are read, or None where they are plain.
         `advance_in_place` follows. None while rows are held in different ways, and for other storages."""
         part = self._parts[0]
