@@ -49,6 +49,23 @@ def test_counts_come_from_usage_not_from_chunks() -> None:
     assert "decode_tokens_per_second" in metrics
 
 
+def streamed(tokens: int, *pieces: str) -> Streamed:
+    found = Streamed(0.0)
+    for piece in pieces:
+        found.event(json.dumps({"choices": [{"text": piece, "finish_reason": None}]}))
+    found.event(json.dumps({"choices": [{"text": "", "finish_reason": "length"}]}))
+    found.event(json.dumps({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": tokens}}))
+    found.event("[DONE]")
+    return found
+
+
+def test_what_was_held_back_may_follow_the_last_tokens_text() -> None:
+    """A last token " a" with the first byte of a character is told as " a" and, since nothing follows, a sign for that byte."""
+    streamed(2, "The", " a", "\ufffd").check()
+    with pytest.raises(ArmFailed, match="usage counts 2 tokens, and 4 pieces of text came"):
+        streamed(2, "The", " ", "a", "\ufffd").check()
+
+
 def test_rates_by_hand() -> None:
     usage = {"completion_tokens": 12, "prompt_tokens": 3}
     stream = Streamed(10.0, outputs=[11.0, 11.5, 13.0], ended=13.2, usage=usage)

@@ -8,13 +8,11 @@ import signal
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import mlx_lm
 import pytest
-from cli_process import clean_environment, gnomon
+from cli_process import clean_environment, gnomon, serving
 from tiny_directory import make
 
 from gnomon.cli._model import check_backend
@@ -140,27 +138,6 @@ def test_interrupting_generate(model):
         process.kill()
     assert process.returncode == 130
     assert err == b""
-
-
-@contextmanager
-def serving(*argv: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server on a free port, and its URL once it is ready."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "gnomon.cli.main", *argv, "--port", "0"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=clean_environment(),
-    )
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        found = re.search(r"serves (\S+) at (http://\S+)", line)
-        assert found, (line, process.stderr.read() if process.stderr else "")
-        yield process, found[2]
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def test_serve_answers_and_drains(model, oracle):

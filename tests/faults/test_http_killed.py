@@ -21,7 +21,7 @@ import tiny_models
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "cli"))
 
-from cli_process import clean_environment
+from cli_process import serving
 
 ARRAY = {"type": "array", "items": {"type": "integer"}, "minItems": 60, "maxItems": 60}
 CHAT = {"messages": [{"role": "user", "content": "the cat sat on the mat"}], "temperature": 1.0}
@@ -59,7 +59,7 @@ SEEDED = ("penalties", "grammar")
 
 @dataclass
 class Server:
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[str]
     url: str
     heard: dict[str, str] = field(default_factory=dict[str, str])
 
@@ -89,30 +89,9 @@ class Server:
 
 @contextmanager
 def server(model: Path, cache: Path) -> Iterator[Server]:
-    command = [
-        sys.executable,
-        "-m",
-        "gnomon.cli.main",
-        "serve",
-        str(model),
-        "--port",
-        "0",
-        "--l1",
-        "--generation-checkpoint",
-        "4",
-    ]
-    environ = {**clean_environment(), "GNOMON_CACHE": str(cache), "COLUMNS": "300", "PYTHONUNBUFFERED": "1"}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environ)
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline().decode()
-        assert "http://" in line, line
-        yield Server(process, line.split()[-1])
-    finally:
-        process.kill()
-        process.wait()
-        if process.stdout is not None:
-            process.stdout.close()
+    argv = ("serve", str(model), "--l1", "--generation-checkpoint", "4")
+    with serving(*argv, log=subprocess.DEVNULL, GNOMON_CACHE=str(cache), COLUMNS="300", PYTHONUNBUFFERED="1") as found:
+        yield Server(found.process, found.url)
 
 
 def essence(answer: dict[str, Any]) -> dict[str, Any]:

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
-import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import openai
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "cli"))
-from cli_process import clean_environment, gnomon
+from cli_process import Served, gnomon, serving
 from tiny_directory import make
 
 
@@ -28,41 +25,15 @@ def model(tmp_path_factory) -> Path:
     return make(tmp_path_factory.mktemp("models") / "tiny")
 
 
-class Server(NamedTuple):
-    process: subprocess.Popen[str]
-    url: str
-
-
 @pytest.fixture(scope="module")
-def server(model: Path) -> Iterator[Server]:
+def server(model: Path) -> Iterator[Served]:
     """One server for all tests, each of which leaves it healthy. At its end it ends its engine's process too."""
-    command = [
-        sys.executable,
-        "-m",
-        "gnomon.cli.main",
-        "serve",
-        str(model),
-        "--port",
-        "0",
-        "--isolate",
-        "--l1",
-        "--no-open",
-    ]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=clean_environment()
-    )
-    try:
-        assert process.stdout is not None
-        found = re.search(r"serves (\S+) at (http://\S+)", process.stdout.readline())
-        assert found, process.stderr.read() if process.stderr else ""
-        yield Server(process, found[2])
-        engine = get(f"{found[2]}/engine")["pid"]
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(120) == 0
+    with serving("serve", str(model), "--isolate", "--l1", "--no-open") as found:
+        yield found
+        engine = get(f"{found.url}/engine")["pid"]
+        found.process.send_signal(signal.SIGTERM)
+        assert found.process.wait(120) == 0
         assert not Path(f"/proc/{engine}").exists()
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def get(url: str):
@@ -81,7 +52,7 @@ def healthy(url: str) -> None:
             time.sleep(0.1)
 
 
-def test_the_answer_is_the_same_and_the_parent_has_no_mlx(model: Path, server: Server) -> None:
+def test_the_answer_is_the_same_and_the_parent_has_no_mlx(model: Path, server: Served) -> None:
     arguments = ("--prompt", "abc", "--temp", "0", "--max-tokens", "12", "--raw")
     alone = gnomon("generate", str(model), "--l1", *arguments)
     process, url = server
@@ -95,7 +66,7 @@ def test_the_answer_is_the_same_and_the_parent_has_no_mlx(model: Path, server: S
     assert get(f"{url}/v1/models")["data"][0]["id"] == "tiny"
 
 
-def test_killing_the_child_ends_its_streams_and_nothing_else(server: Server) -> None:
+def test_killing_the_child_ends_its_streams_and_nothing_else(server: Served) -> None:
     process, url = server
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
     kept = client.responses.create(model="tiny", input="keep me", max_output_tokens=3)
@@ -125,7 +96,7 @@ def test_killing_the_child_ends_its_streams_and_nothing_else(server: Server) -> 
     assert process.poll() is None
 
 
-def test_a_grammar_and_logprobs_come_through(server: Server) -> None:
+def test_a_grammar_and_logprobs_come_through(server: Served) -> None:
     url = server.url
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
     made = client.chat.completions.create(

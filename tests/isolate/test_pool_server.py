@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -22,7 +21,7 @@ import psutil
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "cli"))
-from cli_process import clean_environment
+from cli_process import serving as served_by
 from tiny_directory import make
 
 NAMES = ("alpha", "beta", "gamma")
@@ -39,25 +38,14 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def environment(cache: Path) -> dict[str, str]:
-    return {**clean_environment(), "GNOMON_CACHE": str(cache), "HF_HUB_CACHE": str(cache / "hub")}
-
-
 @contextmanager
 def serving(cache: Path, *argv: str) -> Iterator[tuple[subprocess.Popen[str], openai.OpenAI, str]]:
-    command = [sys.executable, "-m", "gnomon.cli.main", "serve", "alpha", *argv, "--port", "0", "--l1", "--no-open"]
-    with (cache / "log").open("w") as log:
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment(cache), start_new_session=True
-        )
-    try:
-        assert process.stdout is not None
-        found = re.search(r"serves (.+),? at (http://\S+)", process.stdout.readline())
-        assert found, (cache / "log").read_text()
-        yield process, openai.OpenAI(base_url=f"{found[2]}/v1", api_key="none", max_retries=0), found[2]
-    finally:
-        process.kill()
-        process.communicate()
+    variables = {"GNOMON_CACHE": str(cache), "HF_HUB_CACHE": str(cache / "hub")}
+    with (
+        (cache / "log").open("w") as log,
+        served_by("serve", "alpha", *argv, "--l1", "--no-open", log=log, **variables) as (process, url),
+    ):
+        yield process, openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0), url
 
 
 def get(url: str) -> Any:

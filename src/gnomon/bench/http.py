@@ -96,7 +96,8 @@ class Streamed:
         if lacking:
             raise ArmFailed(f"the stream lacks {' and '.join(lacking)}")
         counted = checked_usage(self.usage)["completion_tokens"]
-        if counted < len(self.outputs):
+        # One piece more is no miscount: what was held back, of a character or of a stop string, follows the last token's text by itself.
+        if counted + 1 < len(self.outputs):
             raise ArmFailed(f"usage counts {counted} tokens, and {len(self.outputs)} pieces of text came")
 
     @property

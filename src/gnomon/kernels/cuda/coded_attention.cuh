@@ -560,7 +560,9 @@ __device__ __forceinline__ void append_and_attend(const __nv_bfloat16* qkv, Word
                                                   int* counters, __nv_bfloat16* out, float* parts) {
   constexpr int D = K::DIM;
   __shared__ CodedShared<K, V, HEADS, MOST> shared;
+#if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
   const int b = blockIdx.z, group = blockIdx.y, stretch = blockIdx.x, warp = threadIdx.x >> 5;
   const int per_kv = q_heads / kv_heads / HEADS, kv = group / per_kv, sub = group % per_kv, head0 = group * HEADS;
   const int length = lengths[b], size = stretch_size<MOST>(length), used = length / size + 1;
@@ -572,7 +574,9 @@ __device__ __forceinline__ void append_and_attend(const __nv_bfloat16* qkv, Word
   tiles.begin();
   load_levels<V>(shared, table);
   for (int i = threadIdx.x; i < D / 2; i += ATTENTION_WARPS * 32) sincosf((float)length * inverse[i], &fresh.sine[i], &fresh.cosine[i]);
+#if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
   __syncthreads();
   const __nv_bfloat16* row = qkv + (size_t)b * (q_heads + 2 * kv_heads) * D;
   turn<D>(row + head0 * D, HEADS, NORMED ? q_norm : nullptr, eps, fresh.cosine, fresh.sine, traditional, shared.q);

@@ -52,6 +52,7 @@ __device__ __forceinline__ void accumulate(const Lines<T> (&lines)[TILES], const
   constexpr int BYTES = L::SUB * BITS / 8;
   const int t = threadIdx.x & 3;
   const float ZERO = BITS == 8 ? 128.0f : -Type<T>::NIBBLE_ZERO;
+  const Nibbles nibbles(Type<T>::MAGIC);
   const bool by_four = BITS != 16 && GROUP == 64 && U == 4 && fours && begin % 4 == 0;
   for (int c0 = begin; c0 < end; c0 += U) {
     unsigned q[U][TILES][2][L::WORDS];
@@ -128,7 +129,7 @@ __device__ __forceinline__ void accumulate(const Lines<T> (&lines)[TILES], const
               a[h] = Type<T>::template bytes<0>(q[u][i][h][j]), a[2 + h] = Type<T>::template bytes<2>(q[u][i][h][j]);
             } else {
               const unsigned v = q[u][i][h][j / 2] >> (8 * (j % 2));
-              a[h] = Type<T>::nibbles(v), a[2 + h] = Type<T>::nibbles(v >> 4);
+              a[h] = Type<T>::nibbles(v, nibbles), a[2 + h] = Type<T>::nibbles(v >> 4, nibbles);
             }
           }
           if constexpr (BITS == 16) {

@@ -101,9 +101,17 @@ struct Layout {
   static constexpr int MMAS = PER / 4;
 };
 
-// No-ops unless the launch lets kernels overlap.
-__device__ __forceinline__ void let_others_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-__device__ __forceinline__ void wait_for_others() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// No-ops unless the launch lets kernels overlap; before compute capability 9.0 it never does.
+__device__ __forceinline__ void let_others_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void wait_for_others() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
 
 // BYTES to shared memory, the last BYTES - `valid` of them zeros.
 template <int BYTES>
