@@ -141,9 +141,10 @@ def prefilled(model: Any, codec: Codec, lengths: list[int]) -> BatchState:
         tokens = (mx.arange(length) * (3 + i) % 96)[None]
         for part in (tokens[:, :-1], tokens[:, -1:]):
             state.begin(part.shape[1])
-            model(part, cache=state.caches)
+            logits = model(part, cache=state.caches)
             state.commit()
-        mx.eval(state.arrays())
+            # A kernel that appends in place does so when its step's logits are computed.
+            mx.eval(logits, state.arrays())
         states.append(state)
     for other in states[1:]:
         states[0].join(other)
