@@ -80,6 +80,16 @@ def test_other_numbers_of_rows_are_refused(rows: int) -> None:
         products.Cut.of(rows, weights(4, 64, 4096, 4096))
 
 
+@pytest.mark.parametrize(("capability", "limit", "rows"), [(80, 163, 32), (89, 99, 8), (90, 227, 32), (120, 99, 8)])
+def test_blocks_fit_other_generations(monkeypatch: pytest.MonkeyPatch, capability: int, limit: int, rows: int) -> None:
+    monkeypatch.setattr(products, "capability", lambda: capability)
+    assert products.most_rows() == rows
+    for (bits, group), m in itertools.product([(4, 32), (8, 128), (16, 64)], (1, 8, rows // 2, rows)):
+        for paired, narrow in ((False, False), (True, False), (False, True)):
+            cut = products.Cut.of(m, weights(bits, group, 48, 14336), paired=paired, narrow=narrow)
+            assert cut.shared_memory(bits, group, 14336) <= limit * 1024
+
+
 @pytest.mark.parametrize("inputs", [128, 2048, 14336, 53248])
 @pytest.mark.parametrize("rows", [1, 8, 16, 32])
 @pytest.mark.parametrize(("bits", "group"), [*itertools.product((4, 8), (32, 64, 128)), (16, 64)])

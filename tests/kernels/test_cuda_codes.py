@@ -57,6 +57,13 @@ def test_other_codes_stay_plain_operations(code: Codes, why: str) -> None:
     assert coded_attention.why_not((code, code)) is not None
 
 
+def test_gpus_that_do_not_copy_in_bulk_unpack_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = Codes(AFFINE, 8, 64, 64)
+    assert coded_attention.why_not((code, code)) is None
+    monkeypatch.setattr(coded_attention, "capability", lambda: 89)
+    assert coded_attention.why_not((code, code)) == "compute capability 8.9"
+
+
 def test_heads_of_256_are_unpacked_and_values_of_another_coding_refused() -> None:
     code = Codes(AFFINE, 8, 64, 256, mx.bfloat16)
     assert codes.why_not(code) is None

@@ -315,6 +315,8 @@ def test_weights_that_were_replaced_are_not_the_kernels() -> None:
     assert layer.experts.is_current(layer)
     layer.up_proj.weight = layer.up_proj.weight + 1
     assert not layer.experts.is_current(layer)
+    assert not layer.experts.takes(layer, mx.zeros((1, 64), mx.bfloat16), 2)
+    assert dispatch.stock_calls == {"experts": 1}
 
 
 def test_the_mixer_of_qwen3_next(stand_ins: list[str]) -> None:

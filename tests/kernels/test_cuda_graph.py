@@ -205,6 +205,21 @@ def test_where_it_can_not_be_built_steps_go_kernel_by_kernel(
     assert len([r for r in caplog.records if "kernel by kernel" in r.getMessage()]) == 1
 
 
+def test_a_driver_that_went_costs_the_graph_and_not_the_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def load(*_: object) -> None:
+        raise RuntimeError("the NVIDIA driver is too old: it has no cuGraphLaunch")
+
+    for name, value in (("is_cuda", lambda: True), ("_graphs", None), ("_no_graphs", None)):
+        monkeypatch.setattr(native, name, value)
+    monkeypatch.setattr(dispatch, "install", lambda *_: None)
+    monkeypatch.setattr(graphs, "load", load)
+    try:
+        kernels = native.start("native", cache=tmp_path)
+    finally:
+        dispatch.choose(False)
+    assert "too old" in str(kernels.stats()["graph_reason"])
+
+
 def test_the_extension_is_compiled_without_cudas_headers(tmp_path: Path) -> None:
     tools = build.toolchain(fake_compiler(tmp_path), extension=build.CUDA)
     commands = build.compile_commands(tools, tmp_path, build.CUDA)
@@ -236,6 +251,9 @@ def test_kept_machine_code_must_be_ours_alone(monkeypatch: pytest.MonkeyPatch, t
         }
     assert sorted(compiled) == ["one", "two"]
     assert nvrtc.compile_all({"a": "one"}, "sm_120a", cache) == {"a": b"sm_120a one"}
+    monkeypatch.setattr(nvrtc, "OPTIONS", (*nvrtc.OPTIONS, "--use_fast_math"))
+    nvrtc.compile_all({"a": "one"}, "sm_90a", cache)
+    assert compiled.count("one") == 3  # other options are other code
     for path in cache.iterdir():
         os.chmod(path, 0o666)
     with pytest.raises(build.BuildError, match="can be written by others"):

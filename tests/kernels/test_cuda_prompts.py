@@ -66,6 +66,22 @@ def test_masks_of_rows(ours: Any, heads: int) -> None:
     assert shapes.seen == {(64, 128, False)}
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_filling_up_changes_nothing(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    length, before = int(draw.integers(17, 150)), int(draw.integers(0, 150))
+    q, k, v = (x.astype(mx.float32) for x in arrays(length, before, rows=2))
+    mask: Any = "causal"
+    if seed % 3:
+        lead = [(), (1, 1), (2, 1), (1, 4), (2, 4)][int(draw.integers(5))]
+        seen = draw.random((*lead, length, before + length)) > 0.5
+        seen[..., 0] = True
+        mask = mx.array(seen)
+    found = prompts.attend(STOCK, q, k, v, scale=0.2, mask=mask)
+    assert found.shape == q.shape
+    assert np.allclose(np.array(found), np.array(STOCK(q, k, v, scale=0.2, mask=mask)), atol=1e-5)
+
+
 def test_prompts_of_any_length_have_few_shapes() -> None:
     lengths = {prompts.filled(n) for n in range(17, 32769)}
     assert len(lengths) <= 36

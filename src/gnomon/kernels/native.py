@@ -182,7 +182,8 @@ def _load_graphs(cache: Path, compiler: str | None, progress: Callable[[str], No
         if _graphs is None and _no_graphs is None:
             try:
                 _graphs = graphs.load(cache, compiler, progress)
-            except build.BuildError as e:
+            # RuntimeError: a build of before the driver went or became another.
+            except (build.BuildError, RuntimeError) as e:
                 log.warning(
                     "decode steps are launched kernel by kernel, which costs the host a few times as much: %s", e
                 )

@@ -24,12 +24,14 @@ from gnomon.kernels.cuda import codes as coding
 from gnomon.kernels.cuda.attention import BLOCK, STRETCH, Form
 from gnomon.kernels.cuda.codes import Key, key_of, named, table
 from gnomon.kernels.cuda.products import TYPES
-from gnomon.kernels.cuda.sources import Kernel, make
+from gnomon.kernels.cuda.sources import Kernel, capability, make
 
 HEAD_SIZES = frozenset({64, 128})
 MOST_HEADS = 8
 """Query heads of a block: as many as a product has rows, two numbers each."""
 MOST_WIDTH = 16
+COPIES_FROM = 90
+"""Compute capability, times ten, from which memory is copied in bulk."""
 FILES = ("attention.cuh", "codes.cuh", "coded_attention.cuh")
 
 Pair = tuple[Codes, Codes]
@@ -45,6 +47,8 @@ def why_not(pair: Pair) -> str | None:
         return f"heads of {keys.dim} and {values.dim}"
     if keys.coding not in (AFFINE, SHIFTED) or values.coding not in (AFFINE, ROTATED):
         return f"codings {keys.coding} and {values.coding}"
+    if capability() < COPIES_FROM:
+        return f"compute capability {capability() / 10}"
     return None
 
 

@@ -33,7 +33,7 @@ from gnomon.kernels.build import BuildError
 from gnomon.kernels.cuda import attention, coded_attention, experts, graphs
 from gnomon.kernels.cuda.experts import Mixture
 from gnomon.kernels.cuda.graphs import Graphs
-from gnomon.kernels.cuda.products import MOST_ROWS, Normed, Weights, add, embed, gated, product
+from gnomon.kernels.cuda.products import MOST_ROWS, Normed, Weights, add, embed, gated, most_rows, product
 from gnomon.kernels.cuda.record import roomy
 from gnomon.kernels.dispatch import thread, uncovered
 
@@ -149,7 +149,7 @@ class Decoder:
 
     def step(self, tokens: mx.array, caches: Sequence[Any]) -> mx.array | None:
         """The forward of tokens [B, 1] over layer states, which keep the new keys and values; None if it can't be taken here."""
-        if tokens.shape[0] > MOST_ROWS or len(caches) != len(self.layers) or not self.is_current():
+        if tokens.shape[0] > most_rows() or len(caches) != len(self.layers) or not self.is_current():
             return None
         held = [_in_place(cache, layer.form.size) for cache, layer in zip(caches, self.layers, strict=True)]
         found = [one for one in held if one is not None]

@@ -34,10 +34,10 @@ from gnomon.kernels.cuda.products import (
     BLOCK,
     DENSE,
     GROUPS,
-    MOST_ROWS,
     TYPES,
     Normed,
     Weights,
+    most_rows,
     product,
 )
 from gnomon.kernels.cuda.sources import Kernel, make
@@ -362,7 +362,10 @@ class Mixture:
         if not 1 <= pairs <= MOST_PAIRS or x.dtype != self.gate.dtype:
             uncovered("experts", f"{pairs} pairs, {x.dtype}")
             return False
-        return self.is_current(layer)
+        if not self.is_current(layer):
+            uncovered("experts", "weights that were replaced")
+            return False
+        return True
 
     def products(self, x: mx.array, indices: mx.array) -> mx.array:
         """Each chosen expert's result: x [..., K], indices [..., top]; [..., top, N]."""
@@ -434,7 +437,11 @@ class Routed:
     def run(self, block: Any, x: mx.array) -> mx.array:
         """The block's result for x [..., K], which `experts.takes`."""
         rows = x.size // x.shape[-1]
-        if self._is_whole and rows <= MOST_ROWS and all(owner.get(name) is part for owner, name, part in self.watched):
+        if (
+            self._is_whole
+            and rows <= most_rows()
+            and all(owner.get(name) is part for owner, name, part in self.watched)
+        ):
             shape = (rows, x.shape[-1])
             if shape not in self._shapes:
                 if len(self._shapes) == MOST_GRAPHS:
@@ -510,11 +517,12 @@ def swap(model: nn.Module) -> dict[str, int]:
             inner: Any = layer
             experts = getattr(inner.switch_mlp, "experts", None)
             router = inner.gate
-            logits = router["weight"] if type(router) is nn.Linear else router["scales"]
-            if (
-                isinstance(experts, Mixture)
-                and inner.num_experts <= MOST_EXPERTS
-                and logits.dtype == experts.gate.dtype
-            ):
-                count(become(layer, _block_forward, routed=Routed(layer, experts)))
+            # A wrapped router (LoRA's) has neither.
+            logits = router.get("weight" if type(router) is nn.Linear else "scales")
+            if not isinstance(experts, Mixture):
+                continue
+            if logits is None or logits.dtype != experts.gate.dtype or inner.num_experts > MOST_EXPERTS:
+                uncovered("experts", f"a router in {type(router).__name__} over {inner.num_experts}")
+                continue
+            count(become(layer, _block_forward, routed=Routed(layer, experts)))
     return found

@@ -178,7 +178,8 @@ def _padded(numbers: Sequence[int]) -> list[int]:
 
 
 def load(cache: Path, compiler: str | None, progress: Callable[[str], None]) -> Graphs:
-    """Graphs made with this machine's build of the extension, which is built if need be. Raises BuildError."""
+    """Graphs made with this machine's build of the extension, which is built if need be. Raises BuildError, or RuntimeError for a driver
+    that is missing or too old."""
     made = build.ensure(cache, extension=build.CUDA, compiler=compiler, progress=progress)
     return Graphs(build.load(made), cache)
 

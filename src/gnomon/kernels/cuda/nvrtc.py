@@ -16,6 +16,7 @@ from gnomon.kernels.build import BuildError, check_owner, private_directory
 
 LIBRARY = "libnvrtc.so.13"
 HEADERS = "cuda_bf16.h"
+OPTIONS = ("--std=c++20", "--device-as-default-execution-space")
 
 
 def compile_all(texts: Mapping[str, str], architecture: str, cache: Path) -> dict[str, bytes]:
@@ -31,7 +32,7 @@ def compile_all(texts: Mapping[str, str], architecture: str, cache: Path) -> dic
 
 def _cached(text: str, architecture: str, cache: Path) -> bytes:
     # A kernel's name, which is in the text, has a hash of the files that it includes.
-    parts = (version(), architecture, text)
+    parts = (version(), architecture, *OPTIONS, text)
     path = cache / f"{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:24]}.{architecture}.cubin"
     if path.exists():
         check_owner(path)
@@ -89,8 +90,7 @@ def compile_one(text: str, architecture: str) -> bytes:
     try:
         options = [
             f"--gpu-architecture={architecture}",
-            "--std=c++20",
-            "--device-as-default-execution-space",
+            *OPTIONS,
             f"--include-path={include_directory()}",
         ]
         array = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))

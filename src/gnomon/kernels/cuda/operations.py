@@ -9,14 +9,14 @@ from typing import Any
 import mlx.core as mx
 
 from gnomon.kernels.cuda import coded, experts, prompts, recurrent, windows
-from gnomon.kernels.cuda.products import MOST_ROWS, TYPES, Weights, product, unpack
+from gnomon.kernels.cuda.products import TYPES, Weights, most_rows, product, unpack
 from gnomon.kernels.dispatch import Operation, thread, uncovered
 
 
 def quantized_matmul(x: mx.array, weights: Weights, *, stream: Any = None) -> mx.array:
     """x [..., K] @ weights.T: up to 32 rows by our own kernel; more by matrix products with weights rounded to x's type."""
     rows = x.size // x.shape[-1]
-    if rows <= MOST_ROWS:
+    if rows <= most_rows():
         return product(x.reshape(rows, -1), weights).reshape(*x.shape[:-1], weights.outputs)
     return mx.matmul(x, unpack(weights).T, stream=stream)
 
@@ -43,6 +43,8 @@ def _make(stock: Callable[..., mx.array], extension: ModuleType) -> Callable[...
             else:
                 weights = Weights(w, scales, biases, None, bits or 4, group_size or 64)
                 why = weights.why_not()
+                if why is None and x.shape[-1] != weights.inputs:
+                    why = f"activations {x.shape} for weights of {weights.inputs}"
                 if why is None:
                     return quantized_matmul(x, weights, stream=stream)
             uncovered("quantized_matmul", why)

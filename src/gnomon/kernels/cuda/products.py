@@ -22,7 +22,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from gnomon.kernels.cuda.sources import Kernel, make
+from gnomon.kernels.cuda.sources import Kernel, capability, make
 
 DENSE = 16
 """Number of bits that stands for dense weights."""
@@ -35,8 +35,20 @@ WARPS = 8
 BLOCK = 32 * WARPS
 PROCESSORS = 132
 """Of an H100 or H200; with another number only the balance is worse."""
-SHARED_MEMORY = 227 * 1024
-"""Most that a block can have there."""
+SHARED_MEMORY = {80: 163, 87: 163, 90: 227, 100: 227, 101: 227, 103: 227, 110: 227}
+"""Most KB that a block can have, by compute capability times ten; others have `LITTLE`."""
+LITTLE = 99
+ROWS_IN_LITTLE = 8
+
+
+def shared_memory() -> int:
+    """Most bytes that a block can have on this GPU."""
+    return SHARED_MEMORY.get(capability(), LITTLE) * 1024
+
+
+def most_rows() -> int:
+    """Rows that kernels take on this GPU."""
+    return MOST_ROWS if shared_memory() > LITTLE * 1024 else ROWS_IN_LITTLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,12 +179,17 @@ class Cut:
             else:
                 tiles, depth, residents = 2, 2 if bits == 4 else 3, 2
             cut = Cut(1, tiles, depth, True, residents)
-            fits = cut.shared_memory(bits, weights.group, weights.inputs) <= SHARED_MEMORY - 1024
-            return cut if fits else replace(cut, stays=False)
+            most = shared_memory() - 1024
+            for other in (cut, replace(cut, stays=False)):
+                if other.shared_memory(bits, weights.group, weights.inputs) <= most:
+                    return other
+            return replace(cut, stays=False, depth=2)
         if rows <= 8:
             return Cut(8, 2, 2, False, 2)
         if rows <= 16:
-            return Cut(16, 2, 2, False, 2) if bits == DENSE else Cut(16, 4, 2, False, 1)
+            wide = Cut(16, 4, 2, False, 1)
+            fits = wide.shared_memory(bits, weights.group, weights.inputs) <= shared_memory()
+            return wide if bits != DENSE and fits else Cut(16, 2, 2, False, 2)
         return Cut(32, 2, 2, False, 1)
 
 

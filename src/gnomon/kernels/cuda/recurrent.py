@@ -27,7 +27,7 @@ import mlx.nn as nn
 from mlx_lm.models import qwen3_5, qwen3_next
 
 from gnomon.kernels.cuda.experts import MOST_GRAPHS, become
-from gnomon.kernels.cuda.products import MOST_ROWS, TYPES, Weights, product
+from gnomon.kernels.cuda.products import TYPES, Weights, most_rows, product
 from gnomon.kernels.cuda.sources import Kernel, make
 from gnomon.kernels.dispatch import Operation, thread, uncovered
 from gnomon.kernels.quantized_matmul import FLOATS
@@ -346,7 +346,7 @@ class Mixer:
             q, k, v, z, b, a = layer.fix_query_key_value_ordering(layer.in_proj_qkvz(x), layer.in_proj_ba(x))
             mixed = mx.concatenate([part.reshape(batch, tokens, -1) for part in (q, k, v)], axis=-1)
             return Projected(mixed, (z.reshape(batch, tokens, -1), a, b))
-        if batch * tokens <= MOST_ROWS and self._joined_is_current(layer):
+        if batch * tokens <= most_rows() and self._joined_is_current(layer):
             return self._joined_product(x)
         mixed, z, b, a = layer.in_proj_qkv(x), layer.in_proj_z(x), layer.in_proj_b(x), layer.in_proj_a(x)
         return Projected(mixed, (z, a, b))
@@ -366,7 +366,7 @@ class Mixer:
         out = layer.out_proj
         return (
             self.out is not None
-            and x.shape[0] * x.shape[1] <= MOST_ROWS
+            and x.shape[0] * x.shape[1] <= most_rows()
             and self.form.in_one(x.shape[1])
             and self._joined_is_current(layer)
             and out is self.owners[-1]

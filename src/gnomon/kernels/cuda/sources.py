@@ -63,9 +63,16 @@ def header(file: str) -> tuple[Path, str]:
     return path, "".join([text, *(header(name)[1] for name in included)])
 
 
+@cache
+def capability() -> int:
+    """The GPU's compute capability, times ten; 90 where MLX doesn't say."""
+    said = mx.device_info(mx.gpu) if mx.cuda.is_available() else {}
+    return 10 * int(said.get("compute_capability_major", 9)) + int(said.get("compute_capability_minor", 0))
+
+
 def version() -> str:
-    """A short hash of all kernels' sources: others may give other bits."""
-    texts = (path.read_text() for path in sorted(Path(__file__).parent.glob("*.cuh")))
+    """A short hash of all kernels' sources, Python's part included: others may give other bits."""
+    texts = (path.read_text() for ending in ("*.cuh", "*.py") for path in sorted(Path(__file__).parent.glob(ending)))
     return hashlib.sha256("|".join(texts).encode()).hexdigest()[:12]
 
 
