@@ -76,7 +76,7 @@ def test_filling_up_changes_nothing(seed: int) -> None:
         lead = [(), (1, 1), (2, 1), (1, 4), (2, 4)][int(draw.integers(5))]
         seen = draw.random((*lead, length, before + length)) > 0.5
         seen[..., 0] = True
-        mask = mx.array(seen)
+        mask = mx.array(seen.tolist())
     found = prompts.attend(STOCK, q, k, v, scale=0.2, mask=mask)
     assert found.shape == q.shape
     assert np.allclose(np.array(found), np.array(STOCK(q, k, v, scale=0.2, mask=mask)), atol=1e-5)
