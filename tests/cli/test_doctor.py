@@ -17,7 +17,6 @@ from gnomon.cli import _model, doctor
 from gnomon.cli._verbs import CommandError
 from gnomon.cli.main import main
 from gnomon.kernels import build, native
-from gnomon.models import backend
 
 Look = Callable[..., tuple[int, dict[str, dict[str, Any]]]]
 
@@ -98,7 +97,8 @@ def test_kernels_not_built_and_tampered_with(look: Look, tmp_path: Path) -> None
 
 
 def test_how_decode_steps_on_cuda_are_launched(look: Look, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(backend, "backend", lambda: "cuda")
+    monkeypatch.setattr(native, "is_cuda", lambda: True)
+    monkeypatch.setattr("gnomon.models.backend.backend", lambda: "cuda")
     _, found = look("--kernels", "native", "--no-cuda-graph")
     assert found["kernels"]["found"].startswith("native for CUDA")
     assert (found["launches"]["state"], "asked for" in found["launches"]["found"]) == ("ok", True)
