@@ -280,14 +280,16 @@ def test_rings_go_around_alike_alone_and_in_a_batch(ringed: Any, calls: list[int
     assert calls.count(3) >= 5 * len(ringed.layers)
 
 
-def test_copies_of_a_ring_are_made_before_it_goes_on(ringed: nn.Module) -> None:
+@pytest.mark.parametrize("of_rings_alone", [False, True])
+def test_copies_of_a_ring_are_made_before_it_goes_on(ringed: nn.Module, of_rings_alone: bool) -> None:
     """However late they are computed."""
     states = [new_state_of(ringed)() for _ in range(2)]
     found: list[list[mx.array]] = []
     for late, state in enumerate(states):
         mx.eval(forward(ringed, state, [[int(token) for token in TOKENS[:60]]]))
         mx.eval(forward(ringed, state, [[1]]), state.arrays())
-        saved = [array for layer in state.snapshot(0).layers for array in layer.arrays.values()]
+        copies = state.uncut(0).values() if of_rings_alone else state.snapshot(0).layers
+        saved = [array for layer in copies for array in layer.arrays.values()]
         if not late:
             mx.eval(saved)
         for token in (2, 3, 4):

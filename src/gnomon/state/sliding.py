@@ -125,13 +125,14 @@ class SlidingLayer(KeptLayer[RotatingKVCache]):
         if keys is None or values is None:
             return None
         if self._readers:
-            readers, self._readers = self._readers, []
-            keys, values = mx.depends([keys, values], readers)
+            # Until an append is made: what is asked for may not be used.
+            keys, values = mx.depends([keys, values], self._readers)
         if self._lone is None:
             return Ring(keys, values, self.ring, self.window, (0,) * rows.num_rows)
         return Ring(keys, values, self.window, self.window, (_phase(self._lone),))
 
     def advance_in_place(self) -> None:
+        self._readers = []
         if self._lone is not None:
             keys, values, offset, keep, window, index = _parts(self._lone)
             self._lone.state = keys, values, offset + 1, keep, window, index % window + 1
