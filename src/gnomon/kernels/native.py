@@ -10,16 +10,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
 import psutil
 
 from gnomon.kernels import blocks, build, dispatch, layers, operations
-from gnomon.kernels.cuda import decode, experts, graphs, recurrent, sources
-from gnomon.kernels.cuda import operations as cuda_operations
-from gnomon.kernels.cuda.graphs import Graphs
+
+if TYPE_CHECKING:
+    # A start on a CPU needs none of these modules, nor the models that they know.
+    from gnomon.kernels.cuda.graphs import Graphs
 
 log = logging.getLogger(__name__)
 
@@ -57,11 +58,15 @@ class Kernels:
     def identity(self) -> str:
         """Whose operations run: others give other bits."""
         if self.isa == CUDA:
+            from gnomon.kernels.cuda import sources
+
             return f"native {CUDA} {sources.version()}"
         return f"{self._kind} {self.isa} {self.path.parent.name}" if self.native and self.path is not None else "stock"
 
     @property
     def _no_graph(self) -> str | None:
+        from gnomon.kernels.cuda import decode
+
         return self.graph or next(iter(decode.graph_failures), None)
 
     @property
@@ -108,6 +113,8 @@ def start(
     """
     wanted = meant(policy)
     if wanted == "native" and is_cuda():
+        from gnomon.kernels.cuda import operations as cuda_operations
+
         dispatch.install(cuda_operations.ALL, cuda_operations)
         dispatch.choose(True)
         return Kernels(
@@ -150,6 +157,8 @@ def prepare(
     """`start`, then swap the layers of a model that the calling thread will step."""
     kernels = start(policy, cache=cache, threads=threads, graph=graph, progress=progress)
     if kernels.isa == CUDA:
+        from gnomon.kernels.cuda import decode, experts, recurrent
+
         steps = decode.swap(model, _graphs if kernels.graph is None else None)
         return replace(kernels, layers={**experts.swap(model), **recurrent.swap(model), **steps})
     extension = _extension
@@ -181,6 +190,8 @@ def _load_graphs(cache: Path, compiler: str | None, progress: Callable[[str], No
     with _lock:
         if _graphs is None and _no_graphs is None:
             try:
+                from gnomon.kernels.cuda import graphs
+
                 _graphs = graphs.load(cache, compiler, progress)
             # RuntimeError: a build of before the driver went or became another.
             except (build.BuildError, RuntimeError) as e:
