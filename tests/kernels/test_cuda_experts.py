@@ -15,7 +15,7 @@ from mlx_lm.models.gated_delta import normalize_qk
 
 import tiny_models
 from gnomon.kernels import dispatch
-from gnomon.kernels.cuda import decode, experts, recurrent
+from gnomon.kernels.cuda import decode, experts, mixtures, recurrent
 from gnomon.kernels.cuda.experts import Experts
 from gnomon.kernels.cuda.products import Normed
 from gnomon.kernels.recurrent import reference_gated_delta, reference_short_convolution
@@ -110,9 +110,11 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         )
 
     for function in (gather, gated, blend, blend_and_add, route):
-        monkeypatch.setattr(experts, function.__name__, function)
+        for owner in (experts, mixtures):
+            if hasattr(owner, function.__name__):
+                monkeypatch.setattr(owner, function.__name__, function)
     monkeypatch.setattr(recurrent, "mix", mix)
-    for owner in (recurrent, experts):
+    for owner in (recurrent, mixtures):
         monkeypatch.setattr(owner, "product", product)
     monkeypatch.setattr(mx, "compile", lambda f: f)  # on a CPU it would call a C++ compiler
     return called
@@ -168,7 +170,7 @@ def test_a_models_forward_over_the_kernels_is_its_own(
     model, wide = (tiny_models.make(family, d, **_changes(family), **changes) for d in ("bfloat16", "float32"))
     exact, expected = logits_of(wide, False), logits_of(model, False)
     model = tiny_models.make(family, "bfloat16", **_changes(family), **changes)
-    found = {**experts.swap(model), **recurrent.swap(model)}
+    found = {**mixtures.swap(model), **recurrent.swap(model)}
     assert found == swapped
     own = logits_of(model, False)
     assert not stand_ins
@@ -301,17 +303,17 @@ def test_layers_that_kernels_do_not_take_keep_their_class_and_say_why() -> None:
     for layer in (made, odd):
         layer.set_dtype(mx.bfloat16)
     for layer, why in ((made, "bias"), (odd, r"\(4, 64, 96\)"), (whole, "float32")):
-        assert experts.swap(layer) == {}
+        assert mixtures.swap(layer) == {}
         assert type(layer) is switch_layers.SwitchGLU
         with pytest.raises(AssertionError, match=why):
-            raise AssertionError(experts.Mixture.of(layer))
+            raise AssertionError(mixtures.Mixture.of(layer))
     assert dispatch.stock_calls == {"experts": 3}
 
 
 def test_weights_that_were_replaced_are_not_the_kernels() -> None:
     layer: Any = switch_layers.SwitchGLU(64, 64, 4)
     layer.set_dtype(mx.bfloat16)
-    assert experts.swap(layer) == {"SwitchGLU": 1}
+    assert mixtures.swap(layer) == {"SwitchGLU": 1}
     assert layer.experts.is_current(layer)
     layer.up_proj.weight = layer.up_proj.weight + 1
     assert not layer.experts.is_current(layer)

@@ -157,10 +157,10 @@ def prepare(
     """`start`, then swap the layers of a model that the calling thread will step."""
     kernels = start(policy, cache=cache, threads=threads, graph=graph, progress=progress)
     if kernels.isa == CUDA:
-        from gnomon.kernels.cuda import decode, experts, recurrent
+        from gnomon.kernels.cuda import decode, mixtures, recurrent
 
         steps = decode.swap(model, _graphs if kernels.graph is None else None)
-        return replace(kernels, layers={**experts.swap(model), **recurrent.swap(model), **steps})
+        return replace(kernels, layers={**mixtures.swap(model), **recurrent.swap(model), **steps})
     extension = _extension
     if not kernels.native or extension is None:
         return kernels

@@ -14,7 +14,7 @@ from mlx_lm.models import qwen3_5, qwen3_moe
 
 from gnomon.kernels import dispatch
 from gnomon.kernels.bench import ROUNDS, Timing
-from gnomon.kernels.cuda import experts, recurrent
+from gnomon.kernels.cuda import mixtures, recurrent
 
 CALLS = 24
 HIDDEN = 2048
@@ -93,7 +93,7 @@ def bench_experts(tokens: tuple[int, ...] = (1, 8, 16, 64)) -> Iterator[Timing]:
     """Whole layers: router, chosen experts and their sum."""
     for bits in (4, 8, 16):
         layer = experts_layer(bits)
-        experts.swap(layer)
+        mixtures.swap(layer)
         for count in tokens:
             xs = [mx.random.normal((count, 1, HIDDEN), dtype=mx.bfloat16) for _ in range(CALLS)]
             mx.eval(xs)

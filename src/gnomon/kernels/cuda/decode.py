@@ -31,8 +31,8 @@ from mlx_lm.models import rope_utils
 
 from gnomon.kernels.build import BuildError
 from gnomon.kernels.cuda import attention, coded_attention, experts, graphs
-from gnomon.kernels.cuda.experts import Mixture
 from gnomon.kernels.cuda.graphs import Graphs
+from gnomon.kernels.cuda.mixtures import Mixture
 from gnomon.kernels.cuda.products import MOST_ROWS, Normed, Weights, add, embed, gated, most_rows, product
 from gnomon.kernels.cuda.record import roomy
 from gnomon.kernels.dispatch import thread, uncovered

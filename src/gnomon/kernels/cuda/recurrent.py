@@ -26,7 +26,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import qwen3_5, qwen3_next
 
-from gnomon.kernels.cuda.experts import MOST_GRAPHS, become
+from gnomon.kernels.cuda.mixtures import MOST_GRAPHS, become
 from gnomon.kernels.cuda.products import TYPES, Weights, most_rows, product
 from gnomon.kernels.cuda.sources import Kernel, make
 from gnomon.kernels.dispatch import Operation, thread, uncovered
