@@ -57,10 +57,13 @@ def streaming(url: str, text: str = "Hi") -> Iterator[Iterator[str]]:
 
 
 def refuses(url: str) -> bool:
+    """Whether nothing listens at `url`; False too for a connection the closing socket still took and then dropped."""
     try:
         httpx.get(url + "/health")
     except httpx.ConnectError:
         return True
+    except (httpx.RemoteProtocolError, httpx.ReadError):
+        return False
     return False
 
 
