@@ -292,6 +292,16 @@ static void some_rows(const Weights& w, const float* x, const uint32_t* panel, c
     for (int c = 0; c < C && columns > c * W; c++) store_n(y + m * ldy + c * W, columns - c * W < W ? columns - c * W : W, acc[m][c]);
 }
 
+// Asks the second-level cache for parts [part, to) of `parts` of what columns [n, n + columns) of a matrix are stored as, tiled or not.
+INLINE void fetch(const Weights& w, int64_t n, int columns, int part, int to, int parts) {
+  const int64_t scales = (int64_t)(w.k / w.group) * (int64_t)type_size(w.scale_type), each[3] = {w.row_bytes, scales, scales};
+  const char* from[3] = {(const char*)w.data, (const char*)w.scales, (const char*)w.biases};
+  for (int i = 0; i < 3; i++) {
+    const int64_t lines = (columns * each[i] + 63) / 64, end = lines * to / parts;
+    for (int64_t line = lines * part / parts; line < end; line++) __builtin_prefetch(from[i] + n * each[i] + 64 * line, 0, 2);
+  }
+}
+
 template <int BITS, int BYTES>
 static void multiply_integer(const Weights& w, int n0, int n1, const float* x, int rows, float* y, int64_t ldy, float* scratch) {
   if (rows <= FEW) {
@@ -328,6 +338,8 @@ static void multiply_integer(const Weights& w, int n0, int n1, const float* x, i
     }
     for (int m = 0; m < rows;) {
       const int some = tile_height(rows, m, SOME_ROWS<BYTES>);
+      // The next panel, or the one that the thread next to this one's stretch begins with, while this one is multiplied.
+      if (C * W >= TILE) fetch(w, n + C * W, C * W, m, m + some, rows);
       const float* xt = x + (size_t)m * w.k;
       float* yt = y + m * ldy + (n - n0);
       switch (some) {
