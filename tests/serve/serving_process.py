@@ -25,7 +25,7 @@ def main(mode: str, timeout_ms: int, key_file: str | None = None) -> int:
                 other.fail("the device is gone", "engine_failed", fatal=True)
             return
         if mode == "short":
-            assert engine.draining.wait(30)
+            assert engine.draining.wait(120)
             time.sleep(0.1)
             job.delta("B")
             job.finish()
