@@ -324,7 +324,7 @@ def test_two_hundred_requests_leave_no_trace() -> None:
 
 
 def _wait_idle(engine: Engine) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 300
     while engine.stats()["batch"]["kv_bytes"] or engine.stats()["engine"]["doing"] != "idle":
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -398,12 +398,12 @@ def test_an_engine_that_stops_beating_is_stalled_and_says_at_what() -> None:
     def sink(event: Event) -> None:
         if isinstance(event, Delta):
             entered.set()
-            gate.wait(30)
+            gate.wait(300)
 
     with tiny_engine(config=EngineConfig(stall_timeout=0.2)) as engine:
         engine.submit(request("stuck", tokens=4), sink)
-        assert entered.wait(30)
-        deadline = time.monotonic() + 30
+        assert entered.wait(300)
+        deadline = time.monotonic() + 300
         while engine.health().state != "stalled":
             assert time.monotonic() < deadline
             time.sleep(0.02)
@@ -419,7 +419,7 @@ def test_while_the_model_loads_nothing_is_taken() -> None:
     gate = threading.Event()
 
     def load() -> LoadedModel:
-        gate.wait(30)
+        gate.wait(300)
         return tiny_loaded()
 
     engine = Engine(load, tiny_tokenizer())
@@ -430,7 +430,7 @@ def test_while_the_model_loads_nothing_is_taken() -> None:
         with pytest.raises(TimeoutError):
             engine.wait(0.01)
         gate.set()
-        assert engine.wait(30).vocab_size == VOCAB_SIZE
+        assert engine.wait(300).vocab_size == VOCAB_SIZE
         assert engine.health().state == "ok"
     finally:
         gate.set()

@@ -378,7 +378,7 @@ def test_requests_that_want_the_same_read_it_once_and_a_cancelled_one_lets_go(tm
         stock = reader.store.read
 
         def read(entry: Any, *, verify: bool) -> Any:
-            held.wait(20)
+            held.wait(300)
             return stock(entry, verify=verify)
 
         reader.store.read = read  # pyright: ignore[reportAttributeAccessIssue]
@@ -405,7 +405,7 @@ def test_others_are_served_while_a_prompt_is_read(tmp_path: Path) -> None:
         stock = reader.store.read
 
         def read(entry: Any, *, verify: bool) -> Any:
-            held.wait(20)
+            held.wait(300)
             return stock(entry, verify=verify)
 
         reader.store.read = read  # pyright: ignore[reportAttributeAccessIssue]

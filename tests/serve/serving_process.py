@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import threading
 import time
@@ -49,4 +50,5 @@ def main(mode: str, timeout_ms: int, key_file: str | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which `nohup` has ignored
     sys.exit(main(sys.argv[1], int(sys.argv[2]), *sys.argv[3:]))

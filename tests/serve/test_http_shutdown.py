@@ -24,7 +24,7 @@ class Running:
     url: str
 
     def ended(self) -> int:
-        return self.process.wait(120)
+        return self.process.wait(300)
 
 
 @contextlib.contextmanager
