@@ -50,12 +50,15 @@ def nginx(tmp_path_factory: pytest.TempPathFactory) -> str:
     if shutil.which("apt-get") is None:
         pytest.skip("neither nginx nor apt-get is here")
     directory = tmp_path_factory.mktemp("nginx")
-    fetched = subprocess.run(
-        ["apt-get", "download", "-qq", "nginx"], cwd=directory, capture_output=True, text=True, timeout=120
-    )
+    try:
+        said = subprocess.run(
+            ["apt-get", "download", "-qq", "nginx"], cwd=directory, capture_output=True, text=True, timeout=120
+        ).stderr
+    except subprocess.TimeoutExpired as error:
+        said = str(error)
     packages = list(directory.glob("nginx_*.deb"))
     if not packages:
-        pytest.skip(f"nginx can't be fetched: {fetched.stderr.strip()[-200:]}")
+        pytest.skip(f"nginx can't be fetched: {said.strip()[-200:]}")
     subprocess.run(["dpkg", "-x", str(packages[0]), str(directory / "root")], check=True)
     return str(directory / "root" / "usr" / "sbin" / "nginx")
 
