@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,6 +29,10 @@ providers._get_local_constants = lambda: providers._local_constants  # pyright: 
 # A machine under load may need more than the five seconds that httpx gives a server in the same process.
 _patient = httpx._config.DEFAULT_TIMEOUT_CONFIG  # pyright: ignore[reportPrivateUsage]
 _patient.connect = _patient.read = _patient.write = _patient.pool = 120.0
+
+# What a script starts with `&` ignores interrupts, and so would every process that a test starts to interrupt it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _LONGEST = ("starter", "gemma", "soak", "browser")
 """Groups of tests that take a worker longest, which therefore begin first."""

@@ -83,7 +83,7 @@ def whole(name: str = "r") -> list[Event]:
 
 
 def eventually(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 120
+    end = time.monotonic() + 300
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)
