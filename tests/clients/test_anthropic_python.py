@@ -103,7 +103,7 @@ def test_tools_streamed_and_their_results_sent_back(client: Anthropic, agent: Li
     )
     assert final.content[0].to_dict() == {"type": "text", "text": "Sunny in both."}
     prompt = prompts(agent.engine)[-1]
-    assert '<assistant>Let me see.[weather {"city": "Paris"}][weather {"city": "Z' in prompt
+    assert '<assistant>(two cities)Let me see.[weather {"city": "Paris"}][weather {"city": "Z' in prompt
     assert prompt.count("<tool>sunny\n") == 2
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import threading
 import time
 from typing import Any
@@ -86,6 +87,11 @@ def test_a_smaller_context_limit_of_the_operator_holds() -> None:
         with pytest.raises(InvalidRequest) as caught:
             engine.submit(request("long", length=16), lambda _: None)
         assert caught.value.code == "context_length_exceeded"
+        # What Claude Code 2.1.332, pi 1.6.0 and LiteLLM (aider 0.86.2) look for to know that a conversation must become shorter.
+        said = str(caught.value)
+        assert re.findall(r"prompt is too long[^0-9]*(\d+)\s*tokens?\s*>\s*(\d+)", said, re.I) == [("16", "15")]
+        assert re.search(r"maximum context length is \d+ tokens", said)
+        assert "this model's maximum context length is" in said.lower()
         assert len(engine.generate(prompt_of(10), ignore_eos=True).choices[0].ids) == 6
         assert engine.stats()["admission"]["enforced_context_tokens"] == 16
         assert engine.model.context_length == 16

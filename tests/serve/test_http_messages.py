@@ -263,7 +263,7 @@ def test_history(client: TestClient, engine: FakeEngine) -> None:
     )
     assert prompts(engine)[0].startswith(
         "<system>Be brief.\n<user>ab\n"
-        '<assistant>Let me see.[add {"x": 1}][add {}]\n'
+        '<assistant>(secret)Let me see.[add {"x": 1}][add {}]\n'
         "<tool>1\n<tool>Error: no\n<user>So?\n\nWell?\n"
         '<tools>[{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": '
     )
@@ -283,6 +283,13 @@ def test_thinking(engine: FakeEngine, thinking: Any, open_: bool) -> None:
         response = client.post(MESSAGES, json=ask(thinking=thinking))
     assert prompts(engine)[0].endswith("<think>\n" if open_ else "<think></think>")
     assert ("budget_tokens" in response.headers.get("warning", "")) == bool(thinking and "budget_tokens" in thinking)
+
+
+def test_any_other_display_of_thinking_shows_it(engine: FakeEngine) -> None:
+    engine.script = lambda job: job.say("hm</think>Yes")
+    with app_client(engine) as client:
+        content = message(client, thinking={"type": "enabled", "display": "updates"})["content"]
+    assert content == [{"type": "thinking", "thinking": "hm", "signature": ""}, {"type": "text", "text": "Yes"}]
 
 
 def test_omitted_thinking_is_told_without_its_text(engine: FakeEngine) -> None:
