@@ -6,8 +6,9 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
-from fake_engine import CALLING, KEY, MODEL, FakeEngine, Job, full, make_app, named_events, prompts
+from fake_engine import CALLING, KEY, MODEL, FakeEngine, Job, full, live_server, make_app, named_events, prompts
 from starlette.testclient import TestClient
 
 from gnomon.config import HTTPConfig, SamplingDefaults
@@ -212,20 +213,19 @@ def test_cached_tokens_are_no_input_tokens(engine: FakeEngine) -> None:
 
 
 def test_a_long_prefill_is_bridged_by_pings(engine: FakeEngine) -> None:
-    engine.script = None
-    made = {"timing": Timing(keep_alive=0.01)}
-    with app_client(engine, **made) as client:
-        import threading
-
-        def late() -> None:
-            job = engine.take()
-            threading.Event().wait(0.5)
-            job.say("A")
-
-        thread = threading.Thread(target=late)
-        thread.start()
-        types = [event["type"] for event in stream(client)]
-        thread.join()
+    engine.script, lines = None, []
+    with (
+        live_server(engine, template=CALLING, timing=Timing(keep_alive=0.01)) as live,
+        httpx.stream("POST", live.url + MESSAGES, json=ask(stream=True)) as response,
+    ):
+        job = engine.take()
+        for line in response.iter_lines():
+            lines.append(line)
+            if line == "event: ping" and lines.count(line) == 3:
+                job.say("A")
+    events = named_events("\n".join([*lines, ""]))
+    check_order(events)
+    types = [event["type"] for event in events]
     start = types.index("content_block_start")
     assert types[1:start].count("ping") >= 3
 
@@ -263,7 +263,7 @@ def test_history(client: TestClient, engine: FakeEngine) -> None:
     )
     assert prompts(engine)[0].startswith(
         "<system>Be brief.\n<user>ab\n"
-        '<assistant>Let me see.[add {"x": 1}][add {}]\n'
+        '<assistant>(secret)Let me see.[add {"x": 1}][add {}]\n'
         "<tool>1\n<tool>Error: no\n<user>So?\n\nWell?\n"
         '<tools>[{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": '
     )
@@ -283,6 +283,13 @@ def test_thinking(engine: FakeEngine, thinking: Any, open_: bool) -> None:
         response = client.post(MESSAGES, json=ask(thinking=thinking))
     assert prompts(engine)[0].endswith("<think>\n" if open_ else "<think></think>")
     assert ("budget_tokens" in response.headers.get("warning", "")) == bool(thinking and "budget_tokens" in thinking)
+
+
+def test_any_other_display_of_thinking_shows_it(engine: FakeEngine) -> None:
+    engine.script = lambda job: job.say("hm</think>Yes")
+    with app_client(engine) as client:
+        content = message(client, thinking={"type": "enabled", "display": "updates"})["content"]
+    assert content == [{"type": "thinking", "thinking": "hm", "signature": ""}, {"type": "text", "text": "Yes"}]
 
 
 def test_omitted_thinking_is_told_without_its_text(engine: FakeEngine) -> None:

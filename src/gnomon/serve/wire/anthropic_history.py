@@ -39,8 +39,8 @@ class Turn(Fields):
 
 
 def chat_messages(system: Any, turns: Sequence[Turn], model: str) -> list[dict[str, Any]]:
-    """The conversation as messages of a chat completion: thinking dropped, tool results as messages of their own, turns of one
-    role joined.
+    """The conversation as messages of a chat completion: thinking as their reasoning, which the template shows or not, tool results as
+    messages of their own, turns of one role joined.
 
     Raises APIError 400 naming what can't be honoured.
     """
@@ -69,7 +69,9 @@ def _join(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
     if last is None or last["role"] != message["role"] or message["role"] not in ("user", "assistant"):
         messages.append(message)
         return
-    last["content"] = "\n\n".join(text for text in (last["content"], message["content"]) if text)
+    for field in ("content", "reasoning_content"):
+        if field in message:
+            last[field] = "\n\n".join(text for text in (last.get(field), message[field]) if text)
     if "tool_calls" in message:
         last["tool_calls"] = [*last.get("tool_calls", ()), *message["tool_calls"]]
 
@@ -83,12 +85,15 @@ def _messages(turn: Turn, path: str, model: str, names: dict[str, str]) -> Itera
         yield {"role": turn.role, "content": turn.content}
         return
     texts: list[str] = []
+    thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
     results = 0
     for index, block in enumerate(cast("list[Any]", turn.content)):
         where = f"{path}[{index}]"
         kind = part_kind(block, where)
         if kind in ("thinking", "redacted_thinking") and turn.role == "assistant":
+            if kind == "thinking" and isinstance(thought := block.get("thinking"), str) and thought:
+                thoughts.append(thought)
             continue
         if kind == "tool_use" and turn.role == "assistant":
             calls.append(_call(block, where, names))
@@ -106,10 +111,11 @@ def _messages(turn: Turn, path: str, model: str, names: dict[str, str]) -> Itera
                     f"{where}.type must be one of {', '.join(BLOCKS)}, got {show(kind)}", f"{where}.type", "unsupported"
                 )
             texts.append(part_text(block, where, model))
-    if calls:
-        yield {"role": "assistant", "content": "".join(texts), "tool_calls": calls}
-    elif texts or not results:
-        yield {"role": turn.role, "content": "".join(texts)}
+    if calls or texts or not results:
+        message: dict[str, Any] = {"role": turn.role, "content": "".join(texts)}
+        if thoughts:
+            message["reasoning_content"] = "\n\n".join(thoughts)
+        yield {**message, "tool_calls": calls} if calls else message
 
 
 def _string(block: dict[str, Any], field: str, where: str) -> str:
