@@ -100,7 +100,10 @@ class ResponseRun:
                 for part in parts
                 if part.kind == "call"
             ]
-            answer = assistant("".join(part.text for part in parts if part.kind == "text"), calls)
+            text, thought = (
+                "".join(part.text for part in parts if part.kind == kind) for kind in ("text", "reasoning")
+            )
+            answer = assistant(text, calls, thought)
             after = Conversation(said.instructions, said.system, (*said.messages, answer))
             self._store.put(self.name, StoredResponse(self.body(), self.job.input, after, self.owner))
 
