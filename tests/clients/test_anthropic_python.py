@@ -68,7 +68,7 @@ def test_a_stream_s_events_are_of_the_client_s_types(agent: Live[FakeEngine]) ->
         "thinking": {"type": "enabled"},
         "stream": True,
     }
-    response = httpx.post(f"{agent.url}/v1/messages", json=body, headers={"x-api-key": KEY}, timeout=20)
+    response = httpx.post(f"{agent.url}/v1/messages", json=body, headers={"x-api-key": KEY}, timeout=120)
     events = named_events(response.text)
     types: list[str] = []
     for event in events:

@@ -49,7 +49,7 @@ def test_a_stream_s_events_are_of_the_client_s_types(agent: Live[FakeEngine]) ->
     adapter: TypeAdapter[ResponseStreamEvent] = TypeAdapter(ResponseStreamEvent)
     body = {"input": "Weather?", "tools": [TOOL], "reasoning": {"effort": "high"}, "stream": True}
     response = httpx.post(
-        f"{agent.url}/v1/responses", json=body, headers={"authorization": f"Bearer {KEY}"}, timeout=20
+        f"{agent.url}/v1/responses", json=body, headers={"authorization": f"Bearer {KEY}"}, timeout=300
     )
     types: list[str] = []
     for event in named_events(response.text):

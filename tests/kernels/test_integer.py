@@ -87,7 +87,9 @@ def test_other_widths_stay_as_they_are(extension: ModuleType) -> None:
         assert (bits_of(plain) == bits_of(asked)).all()
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(data=st.data())
 def test_a_row_is_the_same_to_the_bit_whoever_is_beside_it(kernels: ModuleType, data: st.DataObject) -> None:
     bits, group = data.draw(st.sampled_from(BITS)), data.draw(st.sampled_from(GROUPS))

@@ -6,8 +6,9 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
-from fake_engine import CALLING, KEY, MODEL, FakeEngine, Job, full, make_app, named_events, prompts
+from fake_engine import CALLING, KEY, MODEL, FakeEngine, Job, full, live_server, make_app, named_events, prompts
 from starlette.testclient import TestClient
 
 from gnomon.config import HTTPConfig, SamplingDefaults
@@ -212,20 +213,19 @@ def test_cached_tokens_are_no_input_tokens(engine: FakeEngine) -> None:
 
 
 def test_a_long_prefill_is_bridged_by_pings(engine: FakeEngine) -> None:
-    engine.script = None
-    made = {"timing": Timing(keep_alive=0.01)}
-    with app_client(engine, **made) as client:
-        import threading
-
-        def late() -> None:
-            job = engine.take()
-            threading.Event().wait(0.5)
-            job.say("A")
-
-        thread = threading.Thread(target=late)
-        thread.start()
-        types = [event["type"] for event in stream(client)]
-        thread.join()
+    engine.script, lines = None, []
+    with (
+        live_server(engine, template=CALLING, timing=Timing(keep_alive=0.01)) as live,
+        httpx.stream("POST", live.url + MESSAGES, json=ask(stream=True)) as response,
+    ):
+        job = engine.take()
+        for line in response.iter_lines():
+            lines.append(line)
+            if line == "event: ping" and lines.count(line) == 3:
+                job.say("A")
+    events = named_events("\n".join([*lines, ""]))
+    check_order(events)
+    types = [event["type"] for event in events]
     start = types.index("content_block_start")
     assert types[1:start].count("ping") >= 3
 

@@ -315,7 +315,7 @@ def test_cancelling(engine: FakeEngine, streamed: bool) -> None:
         now = client.get(f"{RESPONSES}/{name}").json()
         assert (now["status"], now["output"][0]["status"]) == ("in_progress", "in_progress")
         cancelled = client.post(f"{RESPONSES}/{name}/cancel").json()
-        thread.join(20)
+        thread.join(120)
         assert job.cancelled.is_set()
         assert not services.responses.running
         assert client.get(f"{RESPONSES}/{name}").status_code == 404
@@ -344,7 +344,7 @@ def test_cancelled_stays_cancelled_though_the_engine_was_faster(
         (name,) = services.responses.running
         assert client.post(f"{RESPONSES}/{name}/cancel").json()["status"] == "cancelled"
         job.say("A")
-        thread.join(20)
+        thread.join(120)
         assert answers[0].json()["status"] == "cancelled"
         assert client.get(f"{RESPONSES}/{name}").status_code == 404
 
