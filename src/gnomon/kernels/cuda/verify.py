@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -31,16 +32,16 @@ def _weights(bits: int, group: int, n: int, k: int, dtype: mx.Dtype, seed: int) 
     )
 
 
-def _bits(x: mx.array) -> NDArray[np.uint16]:
-    return np.array(mx.contiguous(x).view(mx.uint16))
+def _bits(x: mx.array) -> NDArray[np.unsignedinteger[Any]]:
+    return np.array(mx.contiguous(x).view(mx.uint16 if x.dtype.size == 2 else mx.uint32))
 
 
 def _products() -> Iterator[Check]:
-    for dtype in (mx.bfloat16, mx.float16):
+    for dtype in (mx.bfloat16, mx.float16, mx.float32):
         for bits, group in ((4, 32), (4, 64), (4, 128), (8, 32), (8, 64), (8, 128), (products.DENSE, 64)):
-            if dtype == mx.float16 and group != 64:
+            if (dtype == mx.float16 and group != 64) or (dtype == mx.float32 and bits == products.DENSE):
                 continue
-            for n, k in ((80, 640), (272, 4096)):
+            for n, k in ((80, 640), (272, 4096)) if dtype != mx.float32 else ((80, 576), (80, 1536)):
                 weights, dense = _weights(bits, group, n, k, dtype, bits + group)
                 kind = "dense" if bits == products.DENSE else f"{bits} bits in groups of {group}"
                 if bits != products.DENSE:
@@ -58,12 +59,16 @@ def _products() -> Iterator[Check]:
 
 def _fused() -> Iterator[Check]:
     n, k, eps = 128, 256, 1e-5
-    for bits in (4, 8, products.DENSE):
-        q, dense_q = _weights(bits, 64, n, k, mx.bfloat16, 1)
-        v, dense_v = _weights(bits, 64, 48, k, mx.bfloat16, 2)
-        down, dense_down = _weights(bits, 64, k, n, mx.bfloat16, 3)
-        table, dense_table = _weights(bits, 64, 50, k, mx.bfloat16, 4)
-        norm = 1 + 0.1 * _random(k, seed=5, dtype=mx.bfloat16)
+    for bits, group, dtype in (
+        *((bits, 64, mx.bfloat16) for bits in (4, 8, products.DENSE)),
+        (4, 32, mx.float32),
+        (8, 32, mx.float32),
+    ):
+        q, dense_q = _weights(bits, group, n, k, dtype, 1)
+        v, dense_v = _weights(bits, group, 48, k, dtype, 2)
+        down, dense_down = _weights(bits, group, k, n, dtype, 3)
+        table, dense_table = _weights(bits, group, 50, k, dtype, 4)
+        norm = 1 + 0.1 * _random(k, seed=5, dtype=dtype)
         for rows in (1, 5, 16, 32):
             tokens = (mx.arange(rows, dtype=mx.int32) * 7) % 50
             h, x = products.embed(tokens, table, norm, eps)
@@ -101,12 +106,14 @@ def _close(operation: str, rows: int, bits: int, y: mx.array, expected: Array, m
 
 
 def _attention() -> Iterator[Check]:
-    for size, q_heads, kv_heads, normed, traditional in (
-        (128, 8, 2, False, False),
-        (64, 9, 3, False, False),
-        (64, 8, 8, False, True),
-        (128, 16, 2, True, False),
-        (256, 4, 2, False, False),
+    for size, q_heads, kv_heads, normed, traditional, dtype in (
+        (128, 8, 2, False, False, mx.bfloat16),
+        (64, 9, 3, False, False, mx.bfloat16),
+        (64, 8, 8, False, True, mx.bfloat16),
+        (128, 16, 2, True, False, mx.bfloat16),
+        (256, 4, 2, False, False, mx.bfloat16),
+        (64, 9, 3, False, False, mx.float32),
+        (128, 16, 2, True, False, mx.float32),
     ):
         lengths = [0, 1, 5, 127, 128, 300, 1000, 5000]
         slots, batch = 5120, len(lengths)
@@ -115,11 +122,11 @@ def _attention() -> Iterator[Check]:
         norms = None
         if normed:
             norms = (
-                1 + 0.1 * _random(size, seed=8, dtype=mx.bfloat16),
-                1 + 0.1 * _random(size, seed=9, dtype=mx.bfloat16),
+                1 + 0.1 * _random(size, seed=8, dtype=dtype),
+                1 + 0.1 * _random(size, seed=9, dtype=dtype),
             )
-        qkv = _random(batch, (q_heads + 2 * kv_heads) * size, seed=size, dtype=mx.bfloat16)
-        keys, values = (_random(batch + 1, kv_heads, slots, size, seed=s, dtype=mx.bfloat16) for s in (6, 7))
+        qkv = _random(batch, (q_heads + 2 * kv_heads) * size, seed=size, dtype=dtype)
+        keys, values = (_random(batch + 1, kv_heads, slots, size, seed=s, dtype=dtype) for s in (6, 7))
         counters = mx.zeros(64 * batch, dtype=mx.int32)
         mx.eval(qkv, keys, values, counters, inverse)
         before_k, before_v = _wide(keys), _wide(values)
@@ -129,11 +136,12 @@ def _attention() -> Iterator[Check]:
         expected = np.zeros((batch, q_heads, size))
         share = 0.0
         intact = True
+        fine = 1.0 if dtype == mx.bfloat16 else 2.0**-9
         for b, length in enumerate(lengths):
             q = _turned(heads[b, :q_heads], norms and norms[0], length, inverse, traditional)
             k = _turned(heads[b, q_heads : q_heads + kv_heads], norms and norms[1], length, inverse, traditional)
             stored = np.array(keys[b, :, length].astype(mx.float32)).astype(np.float64)
-            share = max(share, float((np.abs(stored - k) / (2.0**-7 * np.abs(k) + 2.0**-6)).max()))
+            share = max(share, float((np.abs(stored - k) / (fine * (2.0**-7 * np.abs(k) + 2.0**-6))).max()))
             v = heads[b, q_heads + kv_heads :]
             intact = intact and bool((_wide(values[b, :, length]) == v).all())
             intact = intact and bool((_wide(keys[b, :, :length]) == before_k[b, :, :length]).all())
@@ -145,10 +153,10 @@ def _attention() -> Iterator[Check]:
                 scores = all_k @ q[h] * form.scale
                 p = np.exp(scores - scores.max())
                 expected[b, h] = (p / p.sum()) @ all_v
-        case = f"{q_heads} of {kv_heads} heads of {size}{', head norms' if normed else ''}"
+        case = f"{q_heads} of {kv_heads} heads of {size}{', head norms' if normed else ''}, {_name(dtype)}"
         yield Check("append", case, ISA, share, intact)
         difference = np.abs(_wide(y).reshape(batch, q_heads, size) - expected)
-        bound = 2.0**-7 * np.abs(expected) + (2.0**-5 if normed else 2.0**-9)
+        bound = fine * (2.0**-7 * np.abs(expected) + (2.0**-5 if normed else 2.0**-9))
         alone: list[mx.array] = []
         for b, length in enumerate(lengths):
             alone.append(
