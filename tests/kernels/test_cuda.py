@@ -160,6 +160,7 @@ def test_products_of_one_type_go_to_the_kernels(monkeypatch: pytest.MonkeyPatch,
         with dispatch.step():
             y = dispatched(x, w, s, b, **how)
             other = dispatched(x.astype(mx.float16), w, s, b, **how)
+        assert dispatch.stock_calls.pop("quantized_matmul") == 1
     finally:
         dispatch.choose(False)
     assert seen == ["product" if rows <= 32 else "unpack"]
