@@ -37,7 +37,7 @@ def _bits(x: mx.array) -> NDArray[np.unsignedinteger[Any]]:
 
 
 def _products(dtype: mx.Dtype, bits: int, group: int) -> Iterator[Check]:
-    for n, k in ((80, 640), (272, 4096)) if dtype != mx.float32 else ((80, 576), (80, 1536)):
+    for n, k in ((80, 640), (272, 4096)) if dtype != mx.float32 else ((80, 576 if group < 128 else 640), (80, 1536)):
         weights, dense = _weights(bits, group, n, k, dtype, bits + group)
         kind = "dense" if bits == products.DENSE else f"{bits} bits in groups of {group}"
         if bits != products.DENSE:
