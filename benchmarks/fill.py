@@ -167,7 +167,8 @@ class Engines:
             self.arms = {arm: load(self.args.model, replace(base, speculation=how)) for arm, how in arms.items()}
             self.name = name
             for engine in self.arms.values():
-                answer(engine, CASES[name], 1)
+                for rows in sorted({1, *self.args.batch}):
+                    answer(engine, replace(CASES[name], tokens=32), rows)
         return self.arms
 
     def stop(self) -> None:
