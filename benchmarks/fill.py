@@ -13,15 +13,18 @@ import argparse
 import statistics
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from call_cases import NOTATIONS, free_calls, strict_call
 from cells import Cell, add_arguments, results, run
 from gnomon.chat.constraint import Constraint, json_schema
-from gnomon.config import EngineConfig, KernelConfig, SpeculationConfig
+from gnomon.chat.spans import ToolSpans
+from gnomon.chat.tokenizer import Tokenizer
+from gnomon.config import EngineConfig, KernelConfig, SpeculationConfig, resolve
 from gnomon.engine.api import Finished, Request, SamplingParams
 from gnomon.engine.engine import Engine, load
 from gnomon.engine.settings import Settings
@@ -83,16 +86,28 @@ CODE = "\n".join(
 GREEDY = SamplingParams()
 
 
+Made = tuple[Sequence[str], Constraint | None, ToolSpans | None]
+"""Whole prompts, row by row, and what their answers are bound by or may be asserted of."""
+
+
 @dataclass(frozen=True)
 class Case:
+    """`made` takes the place of prompt and constraint where they depend on the tokenizer."""
+
     prompt: str
     fill: SpeculationConfig
     constraint: Constraint | None = None
     tokens: int = 220
     sampling: SamplingParams = GREEDY
+    made: Callable[[Tokenizer], Made] | None = None
 
 
-GRAMMAR = SpeculationConfig()
+def chat(prompt: str) -> str:
+    return f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
+
+
+ORDER = "Please deliver three garden tools to customer 4711 on Tuesday."
+GRAMMAR, STRICT = SpeculationConfig(), SpeculationConfig(fill="strict", fill_max_span=64)
 CASES = {
     "json": Case("Write an order of three garden tools as JSON.", GRAMMAR, json_schema(DENSE)),
     "json-sampled": Case(
@@ -107,20 +122,36 @@ CASES = {
         f"Repeat this code exactly:\n\n{CODE}\n", SpeculationConfig(fill="echo", num_draft_tokens=16), tokens=160
     ),
     "echo-prose": Case("Tell me about the sea.", SpeculationConfig(fill="echo", num_draft_tokens=16), tokens=160),
+    **{
+        f"strict-{notation}": Case(
+            ORDER, GRAMMAR, made=lambda t, n=notation: ((chat(ORDER),), strict_call(n, t), None), tokens=200
+        )
+        for notation in NOTATIONS
+    },
+    "strict-any-json": Case(
+        ORDER, GRAMMAR, made=lambda t: ((chat(ORDER),), strict_call("json", t, named=False), None), tokens=200
+    ),
+    "asserted-calls": Case("", STRICT, made=lambda t: (free_calls(t)[0], None, free_calls(t)[1]), tokens=100),
+    "asserted-none": Case(
+        "", STRICT, made=lambda t: (free_calls(t, calls=False)[0], None, free_calls(t, calls=False)[1]), tokens=100
+    ),
 }
+"""`strict-`: a strict tool that is demanded. `asserted-`: `--fill strict`, with calls and without."""
 
 
-def answer(engine: Engine, case: Case, batch: int) -> dict[str, Any]:
-    """All rows at once: seconds from the first first token to the last end, tokens, forwards and ids."""
-    chat = f"<|im_start|>user\n{case.prompt}<|im_end|>\n<|im_start|>assistant\n"
-    prompt = engine.tokenizer.encode(chat)
+def answer(engine: Engine, case: Case, batch: int, first: int = 0) -> dict[str, Any]:
+    """All rows at once, from this prompt on: seconds from the first first token to the last end, tokens, forwards and ids."""
+    prompts, constraint, spans = (
+        ((chat(case.prompt),), case.constraint, None) if case.made is None else case.made(engine.tokenizer)
+    )
     requests = [
         Request(
             f"r{uuid.uuid4().hex}",
-            tuple(prompt),
+            tuple(engine.tokenizer.encode(prompts[(first + i) % len(prompts)])),
             case.sampling if case.sampling.seed is None else SamplingParams(temperature=0.8, seed=i + 1),
             case.tokens,
-            constraint=case.constraint,
+            constraint=constraint,
+            spans=spans,
         )
         for i in range(batch)
     ]
@@ -136,14 +167,17 @@ def answer(engine: Engine, case: Case, batch: int) -> dict[str, Any]:
                 usages.append(event.usage)
         ids.append(own)
     seconds = time.perf_counter() - begun - min(usage.prefill_seconds for usage in usages)
-    fill = usages[0].fill
+    fills = [usage.fill for usage in usages if usage.fill is not None]
     return {
         "seconds": seconds,
         "cpu": time.process_time() - used,
         "tokens": sum(usage.completion_tokens for usage in usages),
-        "steps": None if usages[0].speculation is None else usages[0].speculation.target_calls,
-        "drafted": 0 if fill is None else fill.verify_drafted + fill.strict,
-        "filled": 0 if fill is None else fill.strict + fill.echo + fill.grammar,
+        "steps": sum(usage.speculation.target_calls for usage in usages if usage.speculation is not None),
+        "drafted": sum(fill.verify_drafted + fill.strict for fill in fills),
+        "filled": sum(fill.strict + fill.echo + fill.grammar for fill in fills),
+        "spans": sum(len(fill.spans) for fill in fills),
+        "without_spans": sum(not fill.spans for fill in fills),
+        "unreadable": sum(fill.parse_fallback for fill in fills),
         "ids": ids,
     }
 
@@ -153,22 +187,30 @@ class Engines:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
-        self.name: str | None = None
+        self.fill: SpeculationConfig | None = None
+        self.warm: set[str] = set()
         self.arms: dict[str, Engine] = {}
 
     def of(self, name: str) -> dict[str, Engine]:
-        if name != self.name:
+        fill = CASES[name].fill
+        if fill != self.fill:
             self.stop()
             kernels = KernelConfig(kernels=self.args.kernels)
             if self.args.kernel_cache:
                 kernels = replace(kernels, kernel_cache=self.args.kernel_cache)
-            base = Settings(engine=EngineConfig(batch=max(self.args.batch), prompt_cache=0), kernels=kernels)
-            arms = {"without": SpeculationConfig(grammar_jump=False), "with": CASES[name].fill}
+            base = Settings(
+                engine=EngineConfig(batch=max(self.args.batch), prompt_cache=0),
+                kernels=kernels,
+                measurements=resolve().paths.cache,
+            )
+            arms = {"without": SpeculationConfig(grammar_jump=False), "with": fill}
             self.arms = {arm: load(self.args.model, replace(base, speculation=how)) for arm, how in arms.items()}
-            self.name = name
+            self.fill, self.warm = fill, set()
+        if name not in self.warm:
+            self.warm.add(name)
             for engine in self.arms.values():
                 for rows in sorted({1, *self.args.batch}):
-                    answer(engine, replace(CASES[name], tokens=32), rows)
+                    answer(engine, replace(CASES[name], tokens=min(CASES[name].tokens, 32)), rows)
         return self.arms
 
     def stop(self) -> None:
@@ -177,9 +219,10 @@ class Engines:
 
     def cell(self, name: str, batch: int, pair: int) -> dict[str, Any]:
         engines, order = self.of(name), ("without", "with") if pair % 2 == 0 else ("with", "without")
-        made = {arm: answer(engines[arm], CASES[name], batch) for arm in order}
+        made = {arm: answer(engines[arm], CASES[name], batch, pair) for arm in order}
         same = made["with"].pop("ids") == made["without"].pop("ids")
-        return {"case": name, "batch": batch, "pair": pair, "kernels": self.args.kernels, "same": same, **made}
+        about = {"case": name, "batch": batch, "pair": pair, "kernels": self.args.kernels, "same": same}
+        return {**about, **made}
 
 
 def main() -> None:
@@ -209,17 +252,18 @@ def main() -> None:
 
 def table(cells: Sequence[dict[str, Any]]) -> str:
     lines = [
-        "| Case | Kernels | Batch | Pairs | Time: median (range) | CPU time | Tokens per forward | Taken of proposed | Same tokens |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| Case | Kernels | Batch | Pairs | Time: median (range) | CPU time | Tokens per forward | Taken of proposed | Asserted spans "
+        "| Same tokens |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for key in dict.fromkeys((cell["case"], cell["batch"], cell["kernels"]) for cell in cells):
         own = [cell for cell in cells if (cell["case"], cell["batch"], cell["kernels"]) == key]
         wall, cpu = (_ratios(own, measure) for measure in ("seconds", "cpu"))
         last = own[-1]["with"]
-        per = last["tokens"] / key[1] / last["steps"] if last["steps"] else 1.0
+        per = last["tokens"] / last["steps"] if last["steps"] else 1.0
         lines.append(
             f"| {key[0]} | {key[2]} | {key[1]} | {len(own)} | {wall} | {cpu} | {per:.2f} "
-            f"| {last['filled']} of {last['drafted']} | {sum(cell['same'] for cell in own)} of {len(own)} |"
+            f"| {last['filled']} of {last['drafted']} | {last.get('spans', 0)} | {sum(cell['same'] for cell in own)} of {len(own)} |"
         )
     return "\n".join(lines)
 

@@ -1,6 +1,6 @@
 """Prompt lookup, or a draft model, against plain decoding: the same requests through two engines of one process, in alternating pairs.
 
-uv run python benchmarks/speculation.py MODEL [--draft DIR] [--kernels native] [--batches 1 4 8] [--pairs 5] [--tokens 128]
+uv run python benchmarks/speculation.py MODEL [--draft DIR] [--kernels native] [--batches 1 4 8] [--pairs 5] [--tokens 128] [--pins 2 4 8]
                                               [--out FOLDER] [--cells 'code*'] [--minutes N] [--random-1b DIR [--bits 4]]
 
 A cell is a workload, a batch and a pair; several processes may share them (benchmarks/cells.py). --random-1b makes a model of the shape of
@@ -16,7 +16,7 @@ import statistics
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,14 @@ WORKLOADS = {
     "code editing": [
         Text(f"Repeat this code exactly, but rename {name} to {name}_numbers:\n```python\n{_CODE}\n```")
         for name in _FUNCTIONS
+    ],
+    "code completed": [
+        # A file is quoted, its first half is written again with one name changed all through, and the second half is to come.
+        Text(
+            f"Rewrite this file with check_number renamed to {name}:\n```python\n{_CODE}\n```",
+            "```python\n" + "".join(f"def {part}" for part in _CODE.replace("check_number", name).split("def ")[1:4]),
+        )
+        for name in ("verify", "check_value", "require_number", "validate", "assert_number", "ensure_float", "test_number", "guard")
     ],
     "retrieval": [
         Text(f"Here are support tickets:\n{_RECORDS}\nCopy all the tickets word for word, beginning with number {i % 6 + 1}.")
@@ -140,7 +148,7 @@ def measure(
         "steps": steps,
         "proposed": proposed,
         "accepted": accepted,
-        "differing": sum(a != b for a, b in zip(answers["off"], answers["on"], strict=True)),
+        "differing": sum(a != b for own in answers.values() for a, b in zip(answers["off"], own, strict=True)),
     }
 
 
@@ -178,6 +186,9 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", choices=tuple(WORKLOADS), default=list(WORKLOADS))
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument(
+        "--pins", type=int, nargs="+", default=[], help="also with so many tokens guessed at every step"
+    )
     parser.add_argument("--random-1b", type=Path)
     parser.add_argument("--bits", type=int, help="quantise that model to so many bits")
     add_arguments(parser, "speculation")
@@ -199,7 +210,11 @@ def main() -> None:
                     measurements=measurements,
                 ),
             )
-            for name, speculation in (("off", SpeculationConfig()), ("on", wanted))
+            for name, speculation in (
+                ("off", SpeculationConfig()),
+                ("on", wanted),
+                *((f"depth {n}", replace(wanted, num_draft_tokens=n)) for n in args.pins),
+            )
         }
 
     device, kind = str(mx.default_device()), f"{args.kernels} {'two-model' if args.draft else 'ngram'}"
@@ -253,15 +268,19 @@ def table(found: Sequence[dict[str, Any]]) -> str:
             sum(c[name] for c in own) for name in ("windows", "steps", "proposed", "accepted", "differing")
         )
         off = statistics.median(c["tokens"] / c["seconds"]["off"] for c in own)
+        pinned = "".join(
+            f"; {name} {_ratios(with_it := [c for c in own if name in c['seconds']], 'seconds', name)}, CPU {_ratios(with_it, 'cpu', name)}"
+            for name in dict.fromkeys(name for c in own for name in c["seconds"] if name not in ("off", "on"))
+        )
         lines.append(
-            f"| {key[0]} | {key[1]} | {key[2]}, {key[3]} | {off:.1f} | {_ratios(own, 'seconds')} | {_ratios(own, 'cpu')} "
+            f"| {key[0]} | {key[1]} | {key[2]}, {key[3]} | {off:.1f} | {_ratios(own, 'seconds')}{pinned} | {_ratios(own, 'cpu')} "
             f"| {windows / max(1, steps):.0%} | {accepted / max(1, proposed):.0%} | {differing} | {len(own)} |"
         )
     return "\n".join(lines)
 
 
-def _ratios(cells: Sequence[dict[str, Any]], measure: str) -> str:
-    each = [c[measure]["off"] / c[measure]["on"] for c in cells]
+def _ratios(cells: Sequence[dict[str, Any]], measure: str, name: str = "on") -> str:
+    each = [c[measure]["off"] / c[measure][name] for c in cells]
     return f"{statistics.median(each):.2f} ({min(each):.2f} to {max(each):.2f})"
 
 

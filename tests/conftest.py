@@ -2,10 +2,14 @@ from __future__ import annotations
 
 import gc
 import logging
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 from xdist.scheduler import LoadGroupScheduling
 
 from gemma import gemma_directory
@@ -14,6 +18,21 @@ from gnomon.hub import starter
 from gnomon.hub.errors import HubError
 from gnomon.hub.store import Store
 from gnomon.models.starter import Converter
+
+# Every run tries the same examples, and none fails for the time it took; `--hypothesis-profile random` tries others.
+settings.register_profile("random", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+settings.register_profile("same", settings.get_profile("random"), derandomize=True, database=None)
+settings.load_profile("same")
+# Examples are also drawn from the constants of whatever modules happen to be loaded, which differ by worker and order.
+providers._get_local_constants = lambda: providers._local_constants  # pyright: ignore[reportPrivateUsage]
+
+# A machine under load may need more than the five seconds that httpx gives a server in the same process.
+_patient = httpx._config.DEFAULT_TIMEOUT_CONFIG  # pyright: ignore[reportPrivateUsage]
+_patient.connect = _patient.read = _patient.write = _patient.pool = 120.0
+
+# What a script starts with `&` ignores interrupts, and so would every process that a test starts to interrupt it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _LONGEST = ("starter", "gemma", "soak", "browser")
 """Groups of tests that take a worker longest, which therefore begin first."""

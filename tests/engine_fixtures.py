@@ -128,7 +128,7 @@ def tiny_engine(
         load_draft=load_draft,
     )
     try:
-        engine.wait(60)
+        engine.wait(300)
         yield engine
     finally:
         engine.stop()

@@ -23,6 +23,8 @@ KNOWN: list[list[str]] = json.loads(STATE.read_text()) if STATE is not None and 
 OPEN = 0
 SEEN = 0
 BEGAN = time.perf_counter()
+TOGETHER = threading.Barrier(PLAN["together"]) if "together" in PLAN else None
+"""No request is answered before so many are here."""
 
 
 def reused(prompt: str) -> tuple[int, int]:
@@ -109,6 +111,8 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
+        if TOGETHER is not None:
+            TOGETHER.wait(120)
         time.sleep(PLAN.get("read", 0.0) * (size - cached))
         for n in range(count):
             time.sleep(PLAN.get("gap", 0.0))

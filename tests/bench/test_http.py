@@ -34,7 +34,7 @@ def one(cell: str, **plan: Any) -> Any:
     contender = server(**plan)
     contender.start()
     try:
-        return contender.measure(Workload(Cell.parse(cell), 1, 0, timeout=plan.pop("timeout", 20)))
+        return contender.measure(Workload(Cell.parse(cell), 1, 0, timeout=plan.pop("timeout", 300)))
     finally:
         contender.stop()
 
@@ -76,11 +76,11 @@ def test_rates_by_hand() -> None:
 
 
 def test_requests_run_at_once() -> None:
-    found = one("stream:8x6", gap=0.05)
+    """None of them is answered before all have come."""
+    found = one("stream:8x6", gap=0.05, together=8)
     assert found.work.concurrency == 8
     assert found.work.output_tokens == 48
-    # One after the other they would take 8 x 6 x 0.05 s = 2.4 s.
-    assert found.metrics["aggregate_tokens_per_second"] > 48 / 2.4
+    assert 0 < found.metrics["aggregate_tokens_per_second"] < 48 / (6 * 0.05)
     assert found.metrics["first_output_max_seconds"] >= found.metrics["first_output_median_seconds"] > 0.1
 
 
@@ -167,11 +167,11 @@ def script() -> ModuleType:
 def test_the_table_of_scripted_servers(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The script's whole way, with scripted servers in place of real ones and one of them four times as fast."""
+    """The script's whole way, with scripted servers in place of real ones and one of them a tenth as fast."""
 
     def fakes(model: Path, sha: str | None, flags: object) -> Any:
         names = (script.OURS, script.SERVER, script.LIBRARY)
-        return tuple(server(name, gap=gap) for name, gap in zip(names, (0.005, 0.02, 0.005), strict=True))
+        return tuple(server(name, gap=gap) for name, gap in zip(names, (0.005, 0.05, 0.005), strict=True))
 
     monkeypatch.setattr(script, "contenders", fakes)
     model = tiny_directory.write(tmp_path / "tiny")

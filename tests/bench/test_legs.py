@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,7 +43,7 @@ def running(**plan: Any) -> Iterator[LegContender]:
         contender.stop()
 
 
-def one(cell: str, timeout: float = 20.0, **plan: Any) -> Measurement:
+def one(cell: str, timeout: float = 300.0, **plan: Any) -> Measurement:
     with running(**plan) as contender:
         return contender.measure(Workload(Cell.parse(cell), 1, 0, timeout=timeout))
 
@@ -171,7 +171,7 @@ def test_a_scheduled_cell_says_what_was_offered() -> None:
 
 def test_refusals_under_load_are_outcomes_not_failures() -> None:
     """Two at once are served; that others came meanwhile shows that the schedule doesn't wait for answers."""
-    (sample,) = record("constant:6x4@50:5:5", server(gap=0.1, slots=2))
+    (sample,) = record("constant:6x4@50:5:5", server(gap=0.3, slots=2))
     assert sample.status == "ok"
     assert 1 <= sample.metrics["rejected_requests"] <= 4
     assert sample.metrics["objectives_met"] == pytest.approx(1 - sample.metrics["rejected_requests"] / 6)
@@ -187,7 +187,7 @@ def test_a_broken_answer_voids_the_whole_schedule(fault: str) -> None:
 
 
 def test_cancellation_measures_both_the_rest_and_the_next_request() -> None:
-    found = one("cancel:400", gap=0.005)
+    found = one("cancel:400", gap=0.02)
     assert found.metrics["freed_seconds"] >= legs.QUIET_SECONDS
     assert found.metrics["next_first_output_seconds"] > 0.01
     assert found.work.output_tokens == 4  # the calm and the following request; of the cut ones there is no usage
@@ -197,12 +197,18 @@ def test_cancellation_measures_both_the_rest_and_the_next_request() -> None:
 
 def test_a_server_is_free_when_its_processor_time_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of one processor for half a second, as a server that goes on with nobody's request uses it; then nothing."""
-    begun = time.perf_counter()
-    monkeypatch.setattr(legs, "cpu_seconds", lambda _: min(0.5 * (time.perf_counter() - begun), 0.25))
-    assert legs.at_rest(1, begun, 20) > 0.35
-    monkeypatch.setattr(legs, "cpu_seconds", lambda _: 0.5 * (time.perf_counter() - begun))
+    now = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr(legs, "time", SimpleNamespace(perf_counter=lambda: now, sleep=sleep))
+    monkeypatch.setattr(legs, "cpu_seconds", lambda _: min(0.5 * now, 0.25))
+    assert legs.at_rest(1, 0.0, 20) == pytest.approx(0.5)
+    monkeypatch.setattr(legs, "cpu_seconds", lambda _: 0.5 * now)
     with pytest.raises(ArmTimedOut, match="still busy"):
-        legs.at_rest(1, time.perf_counter(), 0.3)
+        legs.at_rest(1, now, 0.3)
 
 
 def test_conversations_reuse_their_history() -> None:

@@ -89,7 +89,7 @@ def test_each_model_has_its_share_and_its_own_settings(
         # Each needs 1.13 GB: too much for a third, so that each has half.
         assert voice.engine.model.path == f"{cache / 'models/alpha'} {(budget // 2, 10**9 // 2)}"
         assert (voice.sampling.temperature, voice.sampling.top_k) == (0.9, 40)
-        other = pool.acquire("org/beta").result(60)
+        other = pool.acquire("org/beta").result(300)
         assert (other.parts.sampling.temperature, other.parts.sampling.top_k) == (0.3, None)
         other.release()
         rows = {entry.id: row for entry, row in pool.entries()}

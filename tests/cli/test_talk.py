@@ -175,7 +175,7 @@ class Terminal:
         os.close(slave)
         self.seen = ""
 
-    def until(self, text: str, seconds: float = 60) -> None:
+    def until(self, text: str, seconds: float = 300) -> None:
         deadline = time.monotonic() + seconds
         while text not in self.seen:
             ready = select.select([self.master], [], [], max(0.0, deadline - time.monotonic()))[0]
@@ -188,7 +188,7 @@ class Terminal:
 
     def close(self) -> int:
         try:
-            return self.process.wait(30)
+            return self.process.wait(300)
         finally:
             self.process.kill()
             os.close(self.master)

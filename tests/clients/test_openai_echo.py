@@ -77,7 +77,7 @@ def test_scores_are_mlx_lm_s(client: OpenAI) -> None:
 def test_every_kind_of_state_is_carried_from_window_to_window(model_type: str) -> None:
     prompts = [tuple(tiny_tokenizer().encode(TEXT)), (5,), (5, 6)]
     with tiny_engine(model_type, EngineConfig(prefill_chunk=CHUNK)) as engine:
-        made = engine.score(prompts, 0).result(60)
+        made = engine.score(prompts, 0).result(300)
     assert [len(scores) for scores in made] == [len(prompt) - 1 for prompt in prompts]
     for prompt, scores in zip(prompts, made, strict=True):
         if scores:
@@ -90,7 +90,7 @@ def test_windows_are_as_narrow_as_a_vocabulary_is_large(monkeypatch: pytest.Monk
     ids = tuple(tiny_tokenizer().encode(TEXT))
     with tiny_engine("llama") as engine:
         monkeypatch.setattr(scoring, "LOGIT_BYTES", 4 * engine.model.vocab_size * 7)
-        (scores,) = engine.score([ids], 0).result(60)
+        (scores,) = engine.score([ids], 0).result(300)
     rows = expected("llama", list(ids), 7)
     assert [one.logprob for one in scores] == [float(row[token]) for row, token in zip(rows, ids[1:], strict=True)]
 
@@ -116,15 +116,15 @@ def test_what_cannot_be_scored_is_refused_and_who_leaves_is_not_waited_for() -> 
         first = engine.score([(5,) * 1000] * 20, 0)
         second = engine.score([(5, 6)], 0)
         assert first.cancel()
-        assert len(second.result(20)[0]) == 1
-        assert engine.drain(5)
+        assert len(second.result(300)[0]) == 1
+        assert engine.drain(300)
         with pytest.raises(EngineUnavailable):
             engine.score([(1, 2)], 0)
     with tiny_engine("llama", EngineConfig(prefill_chunk=1)) as engine:
         left = engine.score([(5,) * 2000] * 50, 0)
         engine.stop()
         with pytest.raises(EngineUnavailable, match="stopped"):
-            left.result(20)
+            left.result(300)
         eventually(lambda: engine.health().state == "stopped")
 
 
@@ -132,6 +132,6 @@ def test_a_failure_is_its_job_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
     with tiny_engine("llama") as engine:
         monkeypatch.setattr(scoring, "token_logprob", lambda *_: 1 / 0)
         with pytest.raises(Exception, match="scoring failed: division by zero"):
-            engine.score([(5, 6)], 0).result(20)
+            engine.score([(5, 6)], 0).result(300)
         monkeypatch.undo()
-        assert len(engine.score([(5, 6)], 0).result(20)[0]) == 1
+        assert len(engine.score([(5, 6)], 0).result(300)[0]) == 1

@@ -433,7 +433,7 @@ def test_a_cancelled_response() -> None:
         (name,) = running
         strict(Response, client.get(f"/v1/responses/{name}").json())
         strict(Response, client.post(f"/v1/responses/{name}/cancel").json())
-        thread.join(20)
+        thread.join(120)
     end = check_response([response_event(value) for value in named_events(answers[0].text)])
     assert (end.id, end.status) == (name, "cancelled")
 

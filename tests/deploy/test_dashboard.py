@@ -46,7 +46,7 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     with Engine(
         lambda: replace(tiny_loaded(), path=model), tokenizer, Settings(model_id="tiny", cache=cache)
     ) as engine:
-        engine.wait(60)
+        engine.wait(300)
         app = create_app(engine, tokenizer, ChatTemplate(tokenizer), HTTPConfig(api_keys=("k",)), SamplingDefaults())
         with TestClient(app, base_url="http://localhost", headers={"x-api-key": "k"}) as client:
             tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}

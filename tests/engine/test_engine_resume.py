@@ -73,7 +73,7 @@ REQUESTS: dict[str, Request] = {
 
 def die(one: Store) -> None:
     """What the system does when a process is killed: its lock is gone, and nothing else happens."""
-    assert one.flush(10)
+    assert one.flush(300)
     one._own.release(force=True)
 
 
@@ -146,7 +146,7 @@ def test_a_killed_generation_goes_on(name: str, model_type: str, tmp_path: Path)
         check_as_uninterrupted(rig, whole)
         replayed = [event for event in rig.events["r"] if isinstance(event, Replayed)]
         assert len(replayed) == 1
-        assert (second.counts.resumed_tokens, second.flush(10)) == (0, True)
+        assert (second.counts.resumed_tokens, second.flush(300)) == (0, True)
         assert rig.counters.generated_tokens <= whole.counters.generated_tokens - 15
         assert list(tmp_path.rglob("*.gen")) == []
 
@@ -253,7 +253,7 @@ def test_several_choices_are_not_saved_and_that_is_told(tmp_path: Path, caplog: 
         rig = rig_of(saves)
         rig.submit(replace(REQUESTS["seeded"], n=2, max_tokens=8))
         rig.finish()
-        assert saves.flush(10)
+        assert saves.flush(300)
         assert saves.counts.skipped == 1
         assert saves.counts.written == 0
     assert "several choices" in caplog.text
@@ -266,7 +266,7 @@ def test_a_cancelled_answer_goes_on_and_a_finished_or_answered_one_is_forgotten(
         assert run_until(rig, request, 11)
         rig.cancel("r")
         rig.finish()
-        assert saves.flush(10)
+        assert saves.flush(300)
         assert saves.stats()["kept"] == 1
         # All that was read back, not only what the last interval had.
         rig.submit(request)
@@ -277,7 +277,7 @@ def test_a_cancelled_answer_goes_on_and_a_finished_or_answered_one_is_forgotten(
         assert run_until(rig, request, 11)
         rig.cancel("r", answered=True)
         rig.finish()
-        assert saves.flush(10)
+        assert saves.flush(300)
         assert saves.stats()["kept"] == 0
         assert list(tmp_path.rglob("*.gen")) == []
 
@@ -324,12 +324,12 @@ def test_a_request_that_fails_is_forgotten_and_one_that_the_engine_fails_is_not(
         assert run_until(rig, request, 9)
         rig.core.jobs["r"].fail(ValueError("its own"))
         rig.finish()
-        assert saves.flush(10)
+        assert saves.flush(300)
         assert (saves.stats()["kept"], list(tmp_path.rglob("*.gen"))) == (0, [])
         assert run_until(rig, request, 9)
         rig.core.fail_all(RuntimeError("the device is gone"), "engine_failed")
         assert isinstance(rig.end("r"), Failed)
-        assert saves.flush(10)
+        assert saves.flush(300)
         assert saves.stats()["kept"] == 1
 
 
@@ -419,7 +419,7 @@ def test_a_file_that_breaks_later_is_not_used_either(tmp_path: Path) -> None:
         (path,) = tmp_path.rglob("*.gen")
         path.write_bytes(path.read_bytes()[:-1])
         assert saves.claim(record().key) is None
-        assert saves.flush(10)
+        assert saves.flush(300)
         assert saves.counts.corrupt == 1
         assert not path.exists()
 
@@ -438,7 +438,7 @@ def test_what_a_living_process_saves_is_its_own(tmp_path: Path) -> None:
     with opened(tmp_path) as first, opened(tmp_path) as second:
         slot = first.open("a" * 64)
         first.save(slot, record("a" * 64))
-        assert first.flush(10)
+        assert first.flush(300)
         with opened(tmp_path) as third:
             assert third.claim("a" * 64) is None
         assert second.claim("a" * 64) is None
@@ -456,11 +456,11 @@ def test_the_kept_are_bounded_in_number_bytes_and_age(tmp_path: Path, monkeypatc
     with opened(tmp_path) as saves:
         # b is too old; of the rest e is the oldest.
         assert (saves.counts.expired, saves.counts.evicted) == (1, 1)
-        assert saves.flush(10)
+        assert saves.flush(300)
         assert {path.name[0] for path in tmp_path.rglob("*.gen")} == set("acd")
     monkeypatch.setattr(store, "MAX_KEPT_BYTES", 2 * len(record("a" * 64).encode()))
     with opened(tmp_path) as saves:
-        assert saves.flush(10)
+        assert saves.flush(300)
         assert {path.name[0] for path in tmp_path.rglob("*.gen")} == set("ac")
 
 
@@ -470,7 +470,7 @@ def test_a_generation_grown_too_large_keeps_its_beginning(tmp_path: Path, monkey
         slot = saves.open(record().key)
         for tokens in (10, 500):
             saves.save(slot, record(tokens=tokens))
-            assert saves.flush(10)
+            assert saves.flush(300)
         assert saves.counts.too_large == 1
         saves.keep(slot)
         found = saves.claim(record().key)
@@ -493,7 +493,7 @@ def test_a_directory_that_can_not_be_written_costs_the_checkpoint_only(
         rig.submit(request)
         rig.finish()
         check_as_uninterrupted(rig, uninterrupted(request))
-        assert saves.flush(10)
+        assert saves.flush(300)
         assert saves.counts.failed >= 1
         assert list(tmp_path.rglob("*.tmp")) == []
     assert caplog.text.count("No space left on device") == 1

@@ -99,7 +99,7 @@ def written(rig: Rig) -> None:
     disk = rig.core.reuse.disk
     assert disk is not None
     disk.tier.tend()
-    assert disk.tier.writer.flush(20)
+    assert disk.tier.writer.flush(300)
 
 
 def files(disk: Path) -> list[Path]:
@@ -291,7 +291,7 @@ def test_a_disk_that_takes_no_more_leaves_states_in_memory_and_says_so_once(
             return
         monkeypatch.undo()
         rig.core.reuse.disk.tier.writer._pause_ends = 0.0
-        assert rig.core.reuse.disk.flush(20, lambda work, _: work()).durable is True
+        assert rig.core.reuse.disk.flush(300, lambda work, _: work()).durable is True
         assert stats(rig)["paused"] is None
         assert files(disk) != []
 
@@ -362,10 +362,10 @@ def test_without_write_behind_nothing_is_written_before_memory_gives_it_up(tmp_p
         ask(rig, "a", tokens_of(300))
         written(rig)
         assert files(disk) == []
-        report = rig.core.reuse.disk.flush(20, lambda work, _: work())
+        report = rig.core.reuse.disk.flush(300, lambda work, _: work())
         assert (report.durable, report.flushed, report.missing, report.longest) == (True, 2, 0, 303)
         assert report.entries == len(files(disk)) == 2
-        again = rig.core.reuse.disk.flush(20, lambda work, _: work())
+        again = rig.core.reuse.disk.flush(300, lambda work, _: work())
         assert (again.durable, again.flushed) == (True, 0)
 
 
@@ -378,7 +378,7 @@ def test_requests_that_want_the_same_read_it_once_and_a_cancelled_one_lets_go(tm
         stock = reader.store.read
 
         def read(entry: Any, *, verify: bool) -> Any:
-            held.wait(20)
+            held.wait(300)
             return stock(entry, verify=verify)
 
         reader.store.read = read  # pyright: ignore[reportAttributeAccessIssue]
@@ -405,7 +405,7 @@ def test_others_are_served_while_a_prompt_is_read(tmp_path: Path) -> None:
         stock = reader.store.read
 
         def read(entry: Any, *, verify: bool) -> Any:
-            held.wait(20)
+            held.wait(300)
             return stock(entry, verify=verify)
 
         reader.store.read = read  # pyright: ignore[reportAttributeAccessIssue]

@@ -65,7 +65,7 @@ def main(disk: Path, captures: Path, model_type: str, seed: int, turns: int, cap
     rig.core.check_integrity()
     disk_tier = rig.core.reuse.disk
     assert disk_tier is not None
-    report = disk_tier.flush(60, lambda work, _: work())
+    report = disk_tier.flush(300, lambda work, _: work())
     told = disk_tier.stats()
     rig.core.close()
     rig.core.reuse.close()

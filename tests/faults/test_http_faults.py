@@ -48,7 +48,7 @@ def served(breaks: Callable[[mx.array], bool]) -> Iterator[Live[Engine]]:
 
 async def crowd(url: str, prompts: list[list[int]]) -> list[httpx.Response]:
     """Streams and whole answers by turns, all at once."""
-    async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=300) as client:
         bodies = [
             {"prompt": prompt, "max_tokens": 20, "ignore_eos": True, "temperature": 0, "stream": index % 2 == 0}
             for index, prompt in enumerate(prompts)

@@ -19,7 +19,7 @@ from prefix_soak import Report, soak
 def run(tmp_path: Path, model_type: str, turns: int, budget: str) -> Report:
     model = tiny_models.save(model_type, tmp_path / "model")
     command = gnomon_command(model, "--l1", "--batch", "4", "--prompt-cache", budget)
-    with running(command, {"GNOMON_CACHE": str(tmp_path / "cache")}, timeout=120) as child:
+    with running(command, {"GNOMON_CACHE": str(tmp_path / "cache")}, timeout=400) as child:
         report = soak(child, turns, 4, seed=1, most_words=250, disk=None)
     assert report.failures == []
     assert report.turns == turns

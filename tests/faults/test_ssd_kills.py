@@ -59,7 +59,7 @@ def kill_at_random(where: Path, model_type: str, rounds: int, turns: int) -> Non
             assert process.poll() is None, "it found a wrong bit, or failed"
             process.send_signal(signal.SIGKILL)
         for process in pair:
-            process.communicate(timeout=60)
+            process.communicate(timeout=300)
     pair = [start(where, model_type, 1000 + i, turns) for i in range(2)]
     told = [ended(process) for process in pair]
     assert sum(restores for restores, _, _ in told) > 0

@@ -19,7 +19,7 @@ from weeks_soak import Report, leaks, soak
 def run(tmp_path: Path, seconds: float, agents: int, *flags: str) -> Report:
     model = tiny_models.save("llama", tmp_path / "model")
     command = gnomon_command(model, "--l1", "--batch", str(agents), "--prompt-cache", "0.003", *flags)
-    with running(command, {"GNOMON_CACHE": str(tmp_path / "cache")}, timeout=120) as child:
+    with running(command, {"GNOMON_CACHE": str(tmp_path / "cache")}, timeout=400) as child:
         report = soak(child, seconds, agents, 0.4, seed=1, disk=None)
     assert report.failures == []
     assert report.answers > agents

@@ -90,7 +90,7 @@ def site(answer: Answer, names: Names | None = None, **limits: Any) -> Iterator[
         thread.start()
         net = Net(server.server_address[1])
         try:
-            yield server, net, Fetcher(Limits(**limits), resolve=names or Names(), network=net)
+            yield server, net, Fetcher(Limits(**{"seconds": 300.0, **limits}), resolve=names or Names(), network=net)
         finally:
             server.shutdown()
             thread.join()
@@ -144,7 +144,7 @@ def test_a_document_and_what_is_told_of_us() -> None:
 )
 def test_this_machine_under_all_its_names(host: str) -> None:
     """By the system's own resolver, which is what reads them."""
-    fetcher = Fetcher(Limits(seconds=20), network=(net := Net(1)))
+    fetcher = Fetcher(Limits(seconds=300), network=(net := Net(1)))
     with pytest.raises(FetchError, match=r"without public address|no URL"):
         fetch(fetcher, f"http://{host}/")
     assert net.wanted == []
@@ -289,7 +289,7 @@ def test_huge_bodies() -> None:
             handler.wfile.write(b"10000\r\n" + b"a" * 65_536 + b"\r\n")
             sent.append(65_536)
 
-    with site(lambda h: h.say(200, b"a" * 1000, length=1 << 40), size=10_000, seconds=20) as (server, _, fetcher):
+    with site(lambda h: h.say(200, b"a" * 1000, length=1 << 40), size=10_000, seconds=300) as (server, _, fetcher):
         refused(fetcher, "http://docs.example/", f"has {1 << 40} bytes; the limit is 10000")
         server.answer = endless
         refused(fetcher, "http://docs.example/", "bytes and more; the limit is 10000")
@@ -337,7 +337,7 @@ def test_what_is_no_http() -> None:
             handler.wfile.write(b"x-%d: %s\r\n" % (number, b"a" * 100))
         handler.close_connection = True
 
-    with site(garbage, seconds=20) as (server, _, fetcher):
+    with site(garbage, seconds=300) as (server, _, fetcher):
         refused(fetcher, "http://docs.example/", "could not be had from docs.example: RemoteProtocolError")
         server.answer = endless_head
         refused(fetcher, "http://docs.example/", "could not be had from docs.example")

@@ -39,7 +39,7 @@ def make(what: Any) -> Engine:
     )
     host = Host(saves=Store(directory / "saves", EVERY))
     engine = Engine(lambda: loaded(directory), tiny_tokenizer(), settings, host, load_draft=draft)
-    engine.wait(60)
+    engine.wait(300)
     return engine
 
 

@@ -29,7 +29,7 @@ from gnomon.engine.api import (
 )
 from gnomon.isolate import run
 
-SAY, DIE, HANG, PART_THEN_DIE, FULL, INVALID, FREEZE, SLOW = range(8)
+SAY, DIE, HANG, FULL, INVALID, SLOW = range(6)
 
 
 class Stub:
@@ -40,6 +40,9 @@ class Stub:
             raise ValueError("there is no such model")
         if what == "never ready":
             time.sleep(600)
+        if isinstance(what, str) and what.startswith("waits for "):
+            while not Path(what.removeprefix("waits for ")).exists():
+                time.sleep(0.01)
         if what == "dies early":
             os._exit(3)
         if isinstance(what, str) and what.startswith("model "):
@@ -63,14 +66,7 @@ class Stub:
     def answer(self, order: int, request: Request, sink: Sink) -> None:
         if order == DIE or (order == SLOW and self.first_time()):
             os.kill(os.getpid(), signal.SIGKILL)
-        if order == FREEZE:
-            time.sleep(0.3)  # for the reply
-            os.kill(os.getpid(), signal.SIGSTOP)
-            time.sleep(60)
         sink(Delta(request.id, 0, "one" if self.model.id == "stub" else f"{self.model.id} one", (1,)))
-        if order == PART_THEN_DIE:
-            time.sleep(0.3)
-            os.kill(os.getpid(), signal.SIGKILL)
         while order == HANG and request.id not in self.cancelled:
             time.sleep(0.01)
         sink(Delta(request.id, 0, " two", (2,)))

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
-from stub_child import DIE, FREEZE, FULL, HANG, INVALID, PART_THEN_DIE, SAY, SLOW
+from stub_child import DIE, FULL, HANG, INVALID, SAY, SLOW
 
 from gnomon.chat.constraint import Constraint
 from gnomon.engine.api import (
@@ -33,7 +33,8 @@ from gnomon.isolate import IsolatedEngine, life
 from gnomon.isolate.engine import Patience
 
 CHILD = [sys.executable, str(Path(__file__).with_name("stub_child.py"))]
-QUICK = Patience(load=30, silence=3, submit=2, early_death=0.05, pause=0.1, stop=5, restarts=100)
+QUICK = Patience(load=300, silence=120, submit=120, early_death=0.05, pause=0.1, stop=60, restarts=100)
+"""Quick to start a child again, and slow to call one frozen: on a machine under load it may get no turn for seconds."""
 
 
 class Heard:
@@ -82,7 +83,7 @@ def whole(name: str = "r") -> list[Event]:
 
 
 def eventually(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 120
+    end = time.monotonic() + 300
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)
@@ -114,7 +115,9 @@ def test_a_death_ends_the_answers_under_way_and_nothing_else(make) -> None:
     engine = make()
     engine.wait()
     pid = engine.process()["pid"]
-    broken = ask(engine, PART_THEN_DIE, "broken")
+    broken = ask(engine, HANG, "broken")
+    eventually(lambda: len(broken.events) == 1)
+    os.kill(pid, signal.SIGKILL)
     assert broken.wait() == [
         Delta("broken", 0, "one", (1,)),
         Failed("broken", "the engine's process was killed by SIGKILL during the answer", "engine_died"),
@@ -137,13 +140,17 @@ def test_what_had_no_answer_yet_is_asked_once_more(make, tmp_path: Path) -> None
     assert engine.process()["restarts"] in (2, 3)
 
 
-def test_a_refusal_by_the_next_child_is_heard(make) -> None:
-    engine = make()
+def test_a_refusal_by_the_next_child_is_heard(make, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    gate.touch()
+    engine = make(f"waits for {gate}")
     engine.wait()
+    gate.unlink()
     os.kill(engine.process()["pid"], signal.SIGKILL)
     eventually(lambda: engine.process()["pid"] is None)
     assert engine.health().state == "loading"
     heard = ask(engine, INVALID)
+    gate.touch()
     failed = heard.wait()[0]
     assert isinstance(failed, Failed)
     assert isinstance(failed.refusal, InvalidRequest)
@@ -151,19 +158,23 @@ def test_a_refusal_by_the_next_child_is_heard(make) -> None:
 
 
 def test_a_frozen_child_is_killed(make) -> None:
-    engine = make(None, dataclasses.replace(QUICK, submit=1, silence=6))
+    engine = make()
     engine.wait()
     pid = engine.process()["pid"]
-    frozen = ask(engine, FREEZE)
-    time.sleep(0.5)
-    with pytest.raises(EngineUnavailable, match="took no request within 1 s"):
+    frozen = ask(engine, HANG)
+    eventually(lambda: len(frozen.events) == 1)
+    os.kill(pid, signal.SIGSTOP)
+    engine._patience = dataclasses.replace(QUICK, submit=2)
+    with pytest.raises(EngineUnavailable, match="took no request within 2 s"):
         ask(engine, SAY, "impatient")
     eventually(lambda: engine.health().state == "stalled")
     with pytest.raises(EngineUnavailable, match="stands still"):
         ask(engine, SAY, "more")
     with pytest.raises(EngineUnavailable, match="stands still"):
         engine.compile(Constraint("regex", "a"))
+    engine._patience = dataclasses.replace(QUICK, silence=2)
     failed = frozen.wait()[-1]
+    engine._patience = QUICK
     assert isinstance(failed, Failed)
     assert failed.code == "engine_died"
     assert not Path(f"/proc/{pid}").exists()
@@ -172,7 +183,7 @@ def test_a_frozen_child_is_killed(make) -> None:
 
 def test_a_parent_that_stood_still_kills_no_child(make) -> None:
     """Nor when both stood still, as on a machine that was paused."""
-    engine = make(None, dataclasses.replace(QUICK, silence=1, submit=1))
+    engine = make()
     engine.wait()
     pid = engine.process()["pid"]
     for both in (False, True):
@@ -183,7 +194,9 @@ def test_a_parent_that_stood_still_kills_no_child(make) -> None:
             if isinstance(event, Delta) and event.text == " two":
                 if both:
                     os.kill(pid, signal.SIGSTOP)
-                time.sleep(3)
+                # Less than the pause by little: what a child under load may yet take to say something is no part of this.
+                engine._patience = dataclasses.replace(QUICK, silence=3.5, submit=3.5)
+                time.sleep(4)
                 if both:
                     os.kill(pid, signal.SIGCONT)
             heard(event)
@@ -192,6 +205,7 @@ def test_a_parent_that_stood_still_kills_no_child(make) -> None:
         engine.cancel(f"r{both}")
         assert isinstance(heard.wait()[-1], Finished)
         eventually(lambda: engine.health().state == "ok")
+        engine._patience = QUICK
     assert (engine.process()["pid"], engine.process()["restarts"]) == (pid, 0)
 
 
@@ -219,7 +233,7 @@ def test_a_wait_during_which_the_parent_stood_still_begins_anew(monkeypatch: pyt
 
 @pytest.mark.slow
 def test_a_child_that_freezes_within_a_message_is_killed(make) -> None:
-    engine = make()
+    engine = make(None, dataclasses.replace(QUICK, silence=3))
     engine.wait()
     pid, go, heard = engine.process()["pid"], threading.Event(), Heard()
 
@@ -251,14 +265,14 @@ def test_a_model_that_cannot_be_loaded(make) -> None:
 
 def test_a_child_that_does_not_get_ready_is_given_up(make) -> None:
     with pytest.raises(TimeoutError, match=r"not ready within 0\.01 s"):
-        make(None, Patience(load=0.01)).wait()
+        make("never ready", Patience(load=0.01)).wait()
 
 
 def test_restarts_are_limited(make) -> None:
-    engine = make("dies early", Patience(early_death=10, pause=0.05, window=599, restarts=3))
+    engine = make("dies early", Patience(early_death=10, pause=0.05, window=9_999_999, restarts=3))
     # The fourth waits until the window is over.
     eventually(lambda: engine.process()["restarts"] == 4)
-    waits = re.compile(r"ended with code 3 and is being started again in [45]\d\d s")
+    waits = re.compile(r"ended with code 3 and is being started again in 99\d{5} s")
     eventually(lambda: waits.search(engine.health().message or "") is not None)
 
 
@@ -277,8 +291,9 @@ def test_stopping_ends_the_child_and_tells_the_open_requests(make) -> None:
 
 def test_a_child_that_ends_may_write_longer_than_it_may_be_silent(make, tmp_path: Path) -> None:
     written = tmp_path / "states"
-    engine = make(f"writes {written}", dataclasses.replace(QUICK, silence=1, stop=30))
+    engine = make(f"writes {written}", dataclasses.replace(QUICK, stop=300))
     engine.wait()
+    engine._patience = dataclasses.replace(QUICK, silence=2, stop=300)
     engine.stop()
     assert written.exists()
 

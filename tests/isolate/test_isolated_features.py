@@ -33,7 +33,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(directory: Path) -> Iterator[IsolatedEngine]:
-    running = IsolatedEngine(CHILD, str(directory), Patience(early_death=0, pause=0.1))
+    running = IsolatedEngine(CHILD, str(directory), Patience(early_death=0, pause=0.1, submit=120, silence=120))
     running.wait()
     yield running
     running.stop()
@@ -66,7 +66,7 @@ def test_the_next_child_has_what_the_killed_one_wrote(engine: IsolatedEngine, di
     with tiny_engine(load=lambda: tiny_loaded("qwen3"), config=EngineConfig(prefill_chunk=CHUNK)) as alone:
         want = [i for d in alone.stream(Request("w", PROMPT, max_tokens=700, ignore_eos=True)) for i in delta_ids(d)]
     assert usage(ask(engine, "first", 8)).cached_tokens == 0
-    assert engine.flush(20).durable
+    assert engine.flush(300).durable
     under_way = ask(engine, "under way", 700)
     eventually(lambda: any((directory / "saves").rglob("*.gen")))
     kill(engine)
@@ -92,20 +92,20 @@ def delta_ids(event: object) -> tuple[int, ...]:
 
 def test_embeddings_are_the_engines_own_and_end_when_nobody_waits(engine: IsolatedEngine) -> None:
     with tiny_engine(load=lambda: tiny_loaded("qwen3"), config=EngineConfig(prefill_chunk=CHUNK)) as alone:
-        want = alone.embed([PROMPT, PROMPT[:7]]).result(60)
-    assert engine.embed([PROMPT, PROMPT[:7]]).result(60) == want
+        want = alone.embed([PROMPT, PROMPT[:7]]).result(300)
+    assert engine.embed([PROMPT, PROMPT[:7]]).result(300) == want
     with pytest.raises(InvalidRequest, match=r"input\[0\]"):
-        engine.embed([tokens_of(5000)]).result(60)
+        engine.embed([tokens_of(5000)]).result(300)
     # Minutes of work, of which a window is done at most before it is noticed that nobody waits.
     long = engine.embed([tokens_of(2000, seed) for seed in range(500)])
     assert not engine.drain(0.05)
     with pytest.raises(EngineUnavailable, match="shutting down"):
         engine.embed([PROMPT])
     assert long.cancel()
-    assert engine.drain(30)
+    assert engine.drain(300)
     engine._draining = False
-    assert engine.embed([PROMPT[:7]]).result(30) == want[1:]
+    assert engine.embed([PROMPT[:7]]).result(300) == want[1:]
     long = engine.embed([tokens_of(2000, seed) for seed in range(500)])
     kill(engine)
     with pytest.raises(EngineUnavailable, match="killed by SIGKILL"):
-        long.result(30)
+        long.result(300)

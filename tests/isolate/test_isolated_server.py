@@ -32,7 +32,7 @@ def server(model: Path) -> Iterator[Served]:
         yield found
         engine = get(f"{found.url}/engine")["pid"]
         found.process.send_signal(signal.SIGTERM)
-        assert found.process.wait(120) == 0
+        assert found.process.wait(300) == 0
         assert not Path(f"/proc/{engine}").exists()
 
 
@@ -42,7 +42,7 @@ def get(url: str):
 
 
 def healthy(url: str) -> None:
-    end = time.monotonic() + 60
+    end = time.monotonic() + 300
     while True:
         try:
             get(f"{url}/health")

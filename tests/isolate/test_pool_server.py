@@ -58,7 +58,7 @@ def states(url: str) -> dict[str, str]:
 
 
 def eventually(condition: Any) -> None:
-    end = time.monotonic() + 120
+    end = time.monotonic() + 300
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.1)
@@ -118,7 +118,7 @@ def test_a_switch_and_the_end(cache: Path) -> None:
             streamed(client, "delta", 1)
         children = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
+        assert process.wait(300) == 0
         assert not any(child.is_running() for child in children)
 
 
@@ -188,4 +188,4 @@ def test_ten_switches_under_load(cache: Path, tmp_path: Path) -> None:
         eventually(lambda: states(url)["alpha"] == "cold")
         assert cached_tokens(client, "alpha") > 300
         process.send_signal(signal.SIGTERM)
-        assert process.wait(90) == 0
+        assert process.wait(300) == 0

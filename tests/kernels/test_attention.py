@@ -196,7 +196,9 @@ def test_the_result_transposes_without_a_copy(extension: ModuleType) -> None:
     assert (np.array(y + 0) == np.array(y)).all()
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(data=st.data())
 def test_a_row_is_the_same_to_the_bit_however_it_is_asked(kernels: ModuleType, data: st.DataObject) -> None:
     groups, repeats = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 4))

@@ -98,7 +98,9 @@ def test_special_values(extension: ModuleType, rows: int, bits: int) -> None:
     assert not np.isfinite(np.array(far)).all()
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(data=st.data())
 def test_a_row_is_the_same_to_the_bit_whoever_is_beside_it(kernels: ModuleType, data: st.DataObject) -> None:
     bits, group = data.draw(st.sampled_from(BITS)), data.draw(st.sampled_from(GROUPS))

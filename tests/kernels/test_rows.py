@@ -215,7 +215,9 @@ def test_rope_of_a_token_depends_on_its_position_alone(extension: ModuleType) ->
         assert (bits_of(one) == bits_of(whole[:, :, t : t + 1])).all()
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(rows=st.integers(1, 50), width=st.integers(1, 80), dtype=st.sampled_from(TYPES), threads=st.integers(1, 3))
 def test_a_row_is_the_same_to_the_bit_whoever_is_beside_it(
     kernels: ModuleType, rows: int, width: int, dtype: mx.Dtype, threads: int

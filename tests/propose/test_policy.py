@@ -66,6 +66,20 @@ def test_where_positions_cost_alike_the_likeliest_guesses_are_taken_whichever_ro
     assert best_depths([sure, vague], curve, premium=1.4) == [0, 0]
 
 
+def test_what_is_asserted_comes_in_the_windows_that_make_the_most_of_it() -> None:
+    # Plain steps win, but a window must be: of 2, 3 and 4 positions for 3, 3.3 and 6, the second gives 3 tokens for 3.3.
+    curve = Curve({1: 1.0, 2: 1.0}, {1: {2: 3.0, 3: 3.3, 4: 6.0}, 2: {2: 6.0, 3: 9.0}})
+    sure, likely, none = Chance(1.0, 1.0, 3), Chance(0.9, 0.9, 3), Chance(0.0, 0.0, 0)
+    assert best_depth([sure], curve) == best_depths([sure], curve)[0] == 0
+    assert best_depth([sure], curve, least=1) == 2
+    assert best_depths([sure], curve, least=[1]) == [2]
+    # 3 / 3.5 for one more position of two rows, 4 / 6 for two: nothing else is worth it.
+    assert best_depths([likely, sure], curve, least=[0, 1]) == [0, 1]
+    # Each gets its own, however sure the other's are.
+    assert best_depths([sure, sure], curve, least=[1, 1]) == [1, 1]
+    assert best_depths([none, none], curve, least=[0, 0]) == [0, 0]
+
+
 @given(
     st.lists(st.builds(Chance, st.floats(0, 1), st.floats(0, 1), st.integers(0, 3)), min_size=1, max_size=3),
     st.floats(0.01, 2.0),

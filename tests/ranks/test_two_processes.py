@@ -91,7 +91,7 @@ def serving(model: Path, directory: Path, *argv: str) -> Iterator[tuple[list[sub
         assert lead.stdout is not None
         line = lead.stdout.readline()
         found = re.search(r"serves \S+ at (http://\S+)", line)
-        assert found, lead.communicate(timeout=60)
+        assert found, lead.communicate(timeout=300)
         yield processes, found[1]
     finally:
         for process in processes:
@@ -101,12 +101,12 @@ def serving(model: Path, directory: Path, *argv: str) -> Iterator[tuple[list[sub
 
 def post(url: str, path: str, body: dict[str, Any]) -> Any:
     request = urllib.request.Request(url + path, json.dumps(body).encode(), {"content-type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60) as response:
+    with urllib.request.urlopen(request, timeout=300) as response:
         return json.load(response)
 
 
 def get(url: str) -> Any:
-    with urllib.request.urlopen(url, timeout=60) as response:
+    with urllib.request.urlopen(url, timeout=300) as response:
         return json.load(response)
 
 
@@ -169,12 +169,12 @@ def test_two_processes_answer_as_one_does(model: Path, alone: dict[str, str], tm
         # One who leaves in the middle leaves in both, and the others go on.
         leave(url)
         assert complete(url, "abc") == alone["abc"]
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while get(f"{url}/stats")["requests"]["cancelled"] != 1:
             assert time.monotonic() < deadline
             time.sleep(0.02)
         processes[0].send_signal(signal.SIGTERM)
-        assert [process.wait(60) for process in processes] == [0, 0]
+        assert [process.wait(300) for process in processes] == [0, 0]
 
 
 @pytest.mark.slow
@@ -189,13 +189,13 @@ def test_the_end_of_one_process_is_the_end_of_all(model: Path, tmp_path: Path, h
                 json.dumps({"prompt": "abc", "max_tokens": 90_000, "stream": True, "ignore_eos": True}).encode(),
                 {"content-type": "application/json"},
             )
-            with urllib.request.urlopen(request, timeout=60) as response:
+            with urllib.request.urlopen(request, timeout=300) as response:
                 assert response.readline().startswith(b"data:")
                 os.kill(processes[1].pid, how)
                 told = response.read().decode()
             assert "engine_failed" in told
             assert "rank 1 has ended" in told
-        assert processes[0].wait(60) == 1
+        assert processes[0].wait(300) == 1
         assert processes[0].stderr is not None
         assert "rank 1" in processes[0].stderr.read()
 
@@ -205,7 +205,7 @@ def test_the_others_end_with_rank_0(model: Path, tmp_path: Path) -> None:
     with serving(model, tmp_path) as (processes, _):
         processes[0].kill()
         begun = time.monotonic()
-        assert processes[1].wait(60) == 1
+        assert processes[1].wait(300) == 1
         assert time.monotonic() - begun < 30
         assert processes[1].stderr is not None
         assert "rank 0 has ended" in processes[1].stderr.read()
@@ -214,7 +214,7 @@ def test_the_others_end_with_rank_0(model: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_settings_that_differ_are_refused_before_a_weight_is_read(model: Path, tmp_path: Path) -> None:
     processes = launch(model, tmp_path, others=("--prefill-chunk", "128"))
-    said = [process.communicate(timeout=60)[1] for process in processes]
+    said = [process.communicate(timeout=300)[1] for process in processes]
     assert all(process.returncode for process in processes)
     assert all("prefill_chunk is 128 there and 2048 here" in " ".join(text.split()) for text in said), said
 
@@ -234,7 +234,7 @@ def test_settings_that_differ_are_refused_before_a_weight_is_read(model: Path, t
 @pytest.mark.slow
 def test_what_does_not_compose_is_refused(model: Path, tmp_path: Path, flags: tuple[str, ...], why: str) -> None:
     processes = launch(model, tmp_path, *flags)
-    said = [process.communicate(timeout=60)[1] for process in processes]
+    said = [process.communicate(timeout=300)[1] for process in processes]
     assert all(process.returncode for process in processes)
     assert why in " ".join(said[0].split())
 

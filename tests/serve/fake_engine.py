@@ -231,7 +231,7 @@ class FakeEngine:
 
     def take(self) -> Job:
         """The next request that was submitted."""
-        return self._taken.get(timeout=60)
+        return self._taken.get(timeout=120)
 
     def forget(self, job: Job) -> None:
         with self._idle:
@@ -318,12 +318,12 @@ def serving(app: FastAPI, engine: E, http: HTTPConfig) -> Iterator[Live[E]]:
 
     thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
     thread.start()
-    assert started.wait(60)
+    assert started.wait(120)
     try:
         yield Live(address_of(bound), bound.getsockname()[1], engine, app, servers[0])
     finally:
         servers[0].should_exit = True
-        thread.join(60)
+        thread.join(120)
         assert not thread.is_alive()
 
 
@@ -335,7 +335,7 @@ def live_server(engine: FakeEngine, **made: Any) -> Iterator[Live[FakeEngine]]:
         yield live
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+def eventually(condition: Callable[[], bool], seconds: float = 120.0) -> None:
     """Wait for something another thread is about to do."""
     end = time.monotonic() + seconds
     while not condition():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import threading
 import time
@@ -25,7 +26,7 @@ def main(mode: str, timeout_ms: int, key_file: str | None = None) -> int:
                 other.fail("the device is gone", "engine_failed", fatal=True)
             return
         if mode == "short":
-            assert engine.draining.wait(30)
+            assert engine.draining.wait(120)
             time.sleep(0.1)
             job.delta("B")
             job.finish()
@@ -49,4 +50,5 @@ def main(mode: str, timeout_ms: int, key_file: str | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which `nohup` has ignored
     sys.exit(main(sys.argv[1], int(sys.argv[2]), *sys.argv[3:]))

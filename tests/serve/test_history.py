@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-
-from fake_engine import FakeEngine, Job
+from fake_engine import FakeEngine, Job, eventually
 from hypothesis import given
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
@@ -96,11 +94,7 @@ def spell(job: Job) -> None:
 
 
 def wait_for(client: TestClient, entries: int) -> None:
-    for _ in range(500):
-        if client.get("/stats").json()["history"]["entries"] == entries:
-            return
-        threading.Event().wait(0.01)
-    raise AssertionError("nothing was remembered")
+    eventually(lambda: client.get("/stats").json()["history"]["entries"] == entries)
 
 
 def test_the_next_turn_of_a_conversation_has_the_tokens_of_the_last() -> None:

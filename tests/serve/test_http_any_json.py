@@ -79,7 +79,9 @@ def client() -> TestClient:
 
 
 @pytest.mark.parametrize("route", SEEDS)
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(steps=STEPS)
 def test_any_json(client: TestClient, route: str, steps: list[tuple[int, Any, bool]]) -> None:
     body = copy.deepcopy(SEEDS[route])

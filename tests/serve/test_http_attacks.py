@@ -72,7 +72,7 @@ def test_a_response_is_its_keys_own(client: TestClient, engine: FakeEngine) -> N
 
 def test_a_response_under_way_is_stopped_by_its_own_key_only() -> None:
     engine = FakeEngine(script=None)
-    with live_server(engine, http=TWO_KEYS) as live, httpx.Client(base_url=live.url, timeout=20) as client:
+    with live_server(engine, http=TWO_KEYS) as live, httpx.Client(base_url=live.url, timeout=120) as client:
         body = {"input": "Hi", "stream": True}
         with client.stream("POST", RESPONSES, json=body, headers=MINE) as response:
             lines = response.iter_lines()
@@ -114,7 +114,7 @@ def test_no_key_reads_words_of_anothers_prompt(keys: tuple[str, ...], told: bool
 
 
 def test_streams_of_statistics_are_bounded() -> None:
-    with live_server(FakeEngine()) as live, httpx.Client(base_url=live.url, timeout=20) as client:
+    with live_server(FakeEngine()) as live, httpx.Client(base_url=live.url, timeout=120) as client:
         with ExitStack() as streams:
             for _ in range(MAX_STREAMS):
                 opened = streams.enter_context(client.stream("GET", "/stats/stream?interval=60"))
@@ -127,7 +127,7 @@ def test_streams_of_statistics_are_bounded() -> None:
 
 def raw(live: Live[Any], data: bytes) -> bytes:
     """All that comes until the server closes."""
-    with socket.create_connection(("127.0.0.1", live.port), 20) as connection:
+    with socket.create_connection(("127.0.0.1", live.port), 120) as connection:
         connection.sendall(data)
         said = b""
         while part := connection.recv(65_536):

@@ -450,7 +450,9 @@ NAMES = st.sampled_from(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(st.sampled_from([CHAT, COMPLETIONS]), st.dictionaries(NAMES, JSON, max_size=4))
 def test_no_body_is_an_internal_error(client: TestClient, route: str, fields: dict[str, Any]) -> None:
     body = {"messages": HI, **fields} if route == CHAT else {"prompt": "Hi", **fields}

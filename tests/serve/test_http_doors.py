@@ -204,7 +204,7 @@ def test_a_body_over_the_limit(engine: FakeEngine) -> None:
 def test_a_declared_length_is_refused_before_the_body_comes(engine: FakeEngine) -> None:
     with (
         live_server(engine, http=HTTPConfig(body_limit=1000)) as live,
-        socket.create_connection(("127.0.0.1", live.port), 20) as raw,
+        socket.create_connection(("127.0.0.1", live.port), 120) as raw,
     ):
         raw.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 999999999999\r\n\r\n")
         assert raw.recv(4096).startswith(b"HTTP/1.1 413 ")
@@ -246,7 +246,7 @@ def test_log_lines_cannot_be_forged(client: TestClient, caplog: pytest.LogCaptur
 def test_what_is_no_http_gets_the_error_body_too(engine: FakeEngine) -> None:
     with live_server(engine, http=HTTPConfig(header_limit=1000)) as live:
         for raw in (b"HELLO\r\n\r\n", b"GET / HTTP/1.1\r\nhost: localhost\r\nx: " + b"x" * 6000):
-            with socket.create_connection(("127.0.0.1", live.port), 20) as connection:
+            with socket.create_connection(("127.0.0.1", live.port), 120) as connection:
                 connection.sendall(raw)
                 answer = b""
                 while part := connection.recv(4096):
@@ -255,7 +255,8 @@ def test_what_is_no_http_gets_the_error_body_too(engine: FakeEngine) -> None:
             assert b'"code": "invalid_http"' in answer
 
 
-def test_a_port_that_is_taken(engine: FakeEngine) -> None:
+def test_a_port_that_is_taken(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listen, "PROBE_SECONDS", 120)
     with live_server(engine) as live:
         with pytest.raises(
             StartupError, match=rf"port {live.port} is taken: gnomon .* already serves tests/fake-model"

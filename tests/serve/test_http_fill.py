@@ -45,7 +45,7 @@ class Templated:
 def client_of(fill: SpeculationConfig) -> Iterator[TestClient]:
     engine = Engine(tiny_loaded, TOKENIZER, Settings(model_id="tiny", speculation=fill))
     try:
-        engine.wait(60)
+        engine.wait(300)
         template = ChatTemplate(Templated())
         app = create_app(
             engine, TOKENIZER, template, HTTPConfig(allowed_hosts=("testserver",)), SamplingDefaults(temperature=0.0)

@@ -188,12 +188,12 @@ def test_the_limit_of_one_key(keys: Path) -> None:
 
     def script(job: Job) -> None:
         job.delta("A")
-        assert go.wait(20)
+        assert go.wait(120)
         job.finish()
         job.end()
 
     http = HTTPConfig(api_key_file=keys, key_concurrency=2)
-    with live_server(FakeEngine(script), http=http) as live, httpx.Client(base_url=live.url, timeout=20) as client:
+    with live_server(FakeEngine(script), http=http) as live, httpx.Client(base_url=live.url, timeout=120) as client:
 
         def post(key: str) -> httpx.Response:
             return client.post(CHAT, json=user("Hi"), headers=bearer(key))
@@ -223,7 +223,7 @@ def test_the_limit_of_one_key(keys: Path) -> None:
         eventually(lambda: under_way("ci") == 0)
         go.set()
         for thread in threads:
-            thread.join(20)
+            thread.join(120)
         eventually(lambda: under_way("laptop") == 0)
         assert post("one").status_code == 200
         # So has a request that was refused for its content.

@@ -6,8 +6,9 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
-from fake_engine import CALLING, KEY, MODEL, FakeEngine, Job, full, make_app, named_events, prompts
+from fake_engine import CALLING, KEY, MODEL, FakeEngine, Job, full, live_server, make_app, named_events, prompts
 from starlette.testclient import TestClient
 
 from gnomon.config import HTTPConfig, SamplingDefaults
@@ -212,20 +213,19 @@ def test_cached_tokens_are_no_input_tokens(engine: FakeEngine) -> None:
 
 
 def test_a_long_prefill_is_bridged_by_pings(engine: FakeEngine) -> None:
-    engine.script = None
-    made = {"timing": Timing(keep_alive=0.01)}
-    with app_client(engine, **made) as client:
-        import threading
-
-        def late() -> None:
-            job = engine.take()
-            threading.Event().wait(0.5)
-            job.say("A")
-
-        thread = threading.Thread(target=late)
-        thread.start()
-        types = [event["type"] for event in stream(client)]
-        thread.join()
+    engine.script, lines = None, []
+    with (
+        live_server(engine, template=CALLING, timing=Timing(keep_alive=0.01)) as live,
+        httpx.stream("POST", live.url + MESSAGES, json=ask(stream=True)) as response,
+    ):
+        job = engine.take()
+        for line in response.iter_lines():
+            lines.append(line)
+            if line == "event: ping" and lines.count(line) == 3:
+                job.say("A")
+    events = named_events("\n".join([*lines, ""]))
+    check_order(events)
+    types = [event["type"] for event in events]
     start = types.index("content_block_start")
     assert types[1:start].count("ping") >= 3
 
@@ -263,7 +263,7 @@ def test_history(client: TestClient, engine: FakeEngine) -> None:
     )
     assert prompts(engine)[0].startswith(
         "<system>Be brief.\n<user>ab\n"
-        '<assistant>Let me see.[add {"x": 1}][add {}]\n'
+        '<assistant>(secret)Let me see.[add {"x": 1}][add {}]\n'
         "<tool>1\n<tool>Error: no\n<user>So?\n\nWell?\n"
         '<tools>[{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": '
     )
@@ -285,15 +285,33 @@ def test_thinking(engine: FakeEngine, thinking: Any, open_: bool) -> None:
     assert ("budget_tokens" in response.headers.get("warning", "")) == bool(thinking and "budget_tokens" in thinking)
 
 
+def test_any_other_display_of_thinking_shows_it(engine: FakeEngine) -> None:
+    engine.script = lambda job: job.say("hm</think>Yes")
+    with app_client(engine) as client:
+        content = message(client, thinking={"type": "enabled", "display": "updates"})["content"]
+    assert content == [{"type": "thinking", "thinking": "hm", "signature": ""}, {"type": "text", "text": "Yes"}]
+
+
 def test_omitted_thinking_is_told_without_its_text(engine: FakeEngine) -> None:
     engine.script = lambda job: job.say("hm</think>Yes")
     with app_client(engine) as client:
         thinking = {"type": "enabled", "display": "omitted"}
         content = message(client, thinking=thinking)["content"]
         events = stream(client, thinking=thinking)
-    assert content == [{"type": "thinking", "thinking": "", "signature": ""}, {"type": "text", "text": "Yes"}]
-    assert not any("thinking" in event.get("delta", {}) for event in events)
-    assert any(event.get("delta", {}).get("type") == "signature_delta" for event in events)
+        thought = content[0]
+        assert (thought["type"], thought["thinking"]) == ("thinking", "")
+        assert not any("thinking" in event.get("delta", {}) for event in events)
+        deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+        assert [one["signature"] for one in deltas if one["type"] == "signature_delta"] == [thought["signature"]]
+        # What comes back is what a client that was shown the thinking sends; of a broken or another's signature it is nothing.
+        for signature, said in (
+            (thought["signature"], "(hm)Yes"),
+            (thought["signature"] + "=!", "Yes"),
+            ("EqoB", "Yes"),
+        ):
+            turn = {"role": "assistant", "content": [{**thought, "signature": signature}, content[1]]}
+            message(client, messages=[{"role": "user", "content": "a"}, turn, {"role": "user", "content": "b"}])
+            assert f"<user>a\n<assistant>{said}\n<user>b" in prompts(engine)[-1]
 
 
 def test_sampling_fields_reach_the_engine(client: TestClient, engine: FakeEngine) -> None:

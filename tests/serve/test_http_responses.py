@@ -227,7 +227,7 @@ def test_items_become_a_history(client: TestClient, engine: FakeEngine) -> None:
     )  # fmt: skip
     assert prompts(engine)[0].startswith(
         "<system>Be brief.\n\nBe kind.\n<user>1+0?\n"
-        '<assistant>Let me see.[add {"x": 1}][add {}]\n<tool>1\n<tool>0\n<user>So?\n'
+        '<assistant>(secret)Let me see.[add {"x": 1}][add {}]\n<tool>1\n<tool>0\n<user>So?\n'
         '<tools>[{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": '
     )
 
@@ -250,8 +250,10 @@ def test_going_on_from_a_response(engine: FakeEngine) -> None:
         respond(client, "Really?", previous_response_id=second["id"])
     told = '<user>1+1?\n<assistant>[add {"x": 1}]\n<tool>2\n'
     assert prompts(engine)[1].startswith(f"<system>Be brief.\n{told}<tools>")
-    assert prompts(engine)[2] == f"<system>Be long.\n{told}<assistant>Two\n<user>Sure?\n<assistant><think></think>"
-    assert prompts(engine)[3] == f"<system>Be brief.\n{told}<assistant>Two\n<user>Really?\n<assistant><think></think>"
+    assert prompts(engine)[2] == f"<system>Be long.\n{told}<assistant>(hm)Two\n<user>Sure?\n<assistant><think></think>"
+    assert (
+        prompts(engine)[3] == f"<system>Be brief.\n{told}<assistant>(hm)Two\n<user>Really?\n<assistant><think></think>"
+    )
 
 
 def test_get_items_and_delete(client: TestClient) -> None:
@@ -308,12 +310,13 @@ def test_cancelling(engine: FakeEngine, streamed: bool) -> None:
         thread.start()
         job = engine.take()
         job.delta("A")
+        eventually(lambda: bool(services.responses.running))
         (name,) = services.responses.running
         eventually(lambda: bool(client.get(f"{RESPONSES}/{name}").json()["output"]))
         now = client.get(f"{RESPONSES}/{name}").json()
         assert (now["status"], now["output"][0]["status"]) == ("in_progress", "in_progress")
         cancelled = client.post(f"{RESPONSES}/{name}/cancel").json()
-        thread.join(20)
+        thread.join(120)
         assert job.cancelled.is_set()
         assert not services.responses.running
         assert client.get(f"{RESPONSES}/{name}").status_code == 404
@@ -342,7 +345,7 @@ def test_cancelled_stays_cancelled_though_the_engine_was_faster(
         (name,) = services.responses.running
         assert client.post(f"{RESPONSES}/{name}/cancel").json()["status"] == "cancelled"
         job.say("A")
-        thread.join(20)
+        thread.join(120)
         assert answers[0].json()["status"] == "cancelled"
         assert client.get(f"{RESPONSES}/{name}").status_code == 404
 

@@ -24,7 +24,7 @@ class Running:
     url: str
 
     def ended(self) -> int:
-        return self.process.wait(30)
+        return self.process.wait(300)
 
 
 @contextlib.contextmanager
@@ -48,7 +48,7 @@ def running(mode: str, timeout_ms: int, *more: str) -> Iterator[Running]:
 @contextlib.contextmanager
 def streaming(url: str, text: str = "Hi") -> Iterator[Iterator[str]]:
     """An open stream, after its first text."""
-    with httpx.stream("POST", url + "/v1/chat/completions", json=user(text, stream=True), timeout=30) as response:
+    with httpx.stream("POST", url + "/v1/chat/completions", json=user(text, stream=True), timeout=120) as response:
         lines = response.iter_lines()
         for line in lines:
             if '"content":"A"' in line:
@@ -93,14 +93,14 @@ def test_a_second_signal_does_not_wait() -> None:
         eventually(lambda: refuses(server.url))
         server.process.send_signal(signal.SIGTERM)
         assert server.ended() == 0
-        with contextlib.suppress(httpx.RemoteProtocolError):
+        with contextlib.suppress(httpx.RemoteProtocolError, httpx.ReadError):
             assert not any("[DONE]" in line for line in lines)
 
 
 def test_an_engine_that_dies_takes_the_process_with_it() -> None:
     with running("fatal", 30_000) as server, streaming(server.url) as lines:
         # The stream of one request waits; another brings the device down.
-        answer = httpx.post(server.url + "/v1/chat/completions", json=user("die"), timeout=30)
+        answer = httpx.post(server.url + "/v1/chat/completions", json=user("die"), timeout=120)
         assert answer.status_code == 503
         assert answer.json()["error"]["code"] == "engine_failed"
         rest = [line for line in lines if line]
@@ -112,7 +112,7 @@ def test_an_engine_that_dies_takes_the_process_with_it() -> None:
 
 def test_a_request_that_has_not_arrived_hears_of_the_end() -> None:
     with running("ok", 1500) as server:
-        with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), 20) as raw:
+        with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), 120) as raw:
             raw.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{")
             assert httpx.get(server.url + "/health").status_code == 200
             server.process.send_signal(signal.SIGTERM)

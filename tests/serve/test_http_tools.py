@@ -212,7 +212,7 @@ def test_one_call_ends_the_turn_when_parallel_calls_are_off(stream: bool) -> Non
         job = next(answered)
         for character in f"Hm. {call()}":
             job.delta(character)
-        assert job.cancelled.wait(20)
+        assert job.cancelled.wait(120)
         choices = next(answered)
     text = "".join(one.get("content") or "" for one, _ in choices)
     calls = [one for delta, _ in choices for one in delta.get("tool_calls", [])]
@@ -231,7 +231,7 @@ def test_the_turn_goes_on_until_every_choice_has_its_call(client: TestClient, en
         job.delta("Hm", 0)
         cancelled.append(job.cancelled.wait(0.05))
         job.delta(f". {call('time')}", 0)
-        cancelled.append(job.cancelled.wait(20))
+        cancelled.append(job.cancelled.wait(120))
 
     engine.script = script
     choices = ask(client, n=2, parallel_tool_calls=False)["choices"]
@@ -282,11 +282,11 @@ def ask_live(live: Live[FakeEngine], **body: Any) -> Iterator[Any]:
     """The engine's job, then what the client got: each delta with its finish reason."""
     answers: list[httpx.Response] = []
     request = threading.Thread(
-        target=lambda: answers.append(httpx.post(live.url + CHAT, json=user("Hi", tools=TOOLS, **body), timeout=30))
+        target=lambda: answers.append(httpx.post(live.url + CHAT, json=user("Hi", tools=TOOLS, **body), timeout=120))
     )
     request.start()
     yield live.engine.take()
-    request.join(30)
+    request.join(120)
     if not body["stream"]:
         choice = answers[0].json()["choices"][0]
         yield [(choice["message"], choice["finish_reason"])]

@@ -18,7 +18,7 @@ ARGUMENTS = (
 )
 
 
-PATIENCE = 60_000
+PATIENCE = 240_000
 """Milliseconds for anything to appear: a busy machine is no defect of a page."""
 expect.set_options(timeout=PATIENCE)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from gnomon.engine.api import InvalidRequest, ModelInfo, Request
+from gnomon.engine.api import InvalidRequest, ModelInfo, Request, overflow
 from gnomon.engine.budget import Budget
 from gnomon.engine.sampling import check as check_sampling
 
@@ -52,8 +52,7 @@ def token_limit(
             "memory_budget_exceeded",
         )
     raise InvalidRequest(
-        f"the prompt has {len(request.prompt)} tokens, but the context is {context} tokens and must hold the prompt "
-        "and at least one token more",
+        f"{overflow(len(request.prompt), context)} and must hold the prompt and at least one token more",
         "prompt",
         "context_length_exceeded",
     )

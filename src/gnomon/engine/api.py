@@ -280,6 +280,12 @@ class InvalidRequest(EngineError):
         self.code = code
 
 
+def overflow(tokens: int, context: int) -> str:
+    """What is said of a prompt that is too long for a context of so many tokens. Agents shorten a conversation when they read it: Claude
+    Code knows the first half (https://docs.anthropic.com/en/api/errors), clients of OpenAI the second."""
+    return f"prompt is too long: {tokens} tokens > {context - 1} maximum; this model's maximum context length is {context} tokens"
+
+
 class Unenforceable(InvalidRequest):
     """A constraint the engine can't enforce. `code` is `grammar_off` when it was told to enforce none."""
 

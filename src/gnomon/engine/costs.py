@@ -61,7 +61,8 @@ def curve_of(runner: Runner, *, name: str, most_rows: int, cache: Path | None, w
     store = _read(cache)
     known: dict[str, dict[str, float]] = dict(store.get(key, {}))
     sizes = batch_sizes(most_rows if loaded.binding.batchable else 1)
-    wanted = [rows for rows in sizes if not {"1", *map(str, widths)} <= set(known.get(str(rows), {}))]
+    measured = {rows: _with_tile(widths, rows) for rows in sizes}
+    wanted = [rows for rows in sizes if not {"1", *map(str, measured[rows])} <= set(known.get(str(rows), {}))]
     if wanted:
         log.info(
             "measuring the cost of steps with %s rows, once for this model and machine; it can take a minute on a CPU "
@@ -70,13 +71,21 @@ def curve_of(runner: Runner, *, name: str, most_rows: int, cache: Path | None, w
         )
         begun = time.perf_counter()
         for rows in wanted:
-            known[str(rows)] = {str(width): seconds for width, seconds in _measured(runner, rows, widths).items()}
+            known[str(rows)] = {
+                str(width): seconds for width, seconds in _measured(runner, rows, measured[rows]).items()
+            }
             # After each, so that a start that is broken off has not measured in vain.
             _write(cache, {**store, key: known})
         log.info("measured in %.1f s", time.perf_counter() - begun)
     plain = {rows: known[str(rows)]["1"] for rows in sizes}
-    windows = {rows: {width: known[str(rows)][str(width)] for width in widths} for rows in sizes}
+    windows = {rows: {width: known[str(rows)][str(width)] for width in measured[rows]} for rows in sizes}
     return Curve(plain, windows)
+
+
+def _with_tile(widths: Sequence[int], rows: int) -> Sequence[int]:
+    """Widths with the one that fills a tile: the next position costs as much as several before it, so between others it isn't seen."""
+    full = TILE // rows
+    return sorted({*widths, full}) if widths and full > 1 else widths
 
 
 def assumed_curve(most_rows: int, *, name: str) -> Curve:
@@ -93,7 +102,7 @@ def assumed_curve(most_rows: int, *, name: str) -> Curve:
     sizes = batch_sizes(most_rows)
     return Curve(
         {rows: cost(rows) for rows in sizes},
-        {rows: {width: cost(rows * width) for width in WIDTHS} for rows in sizes},
+        {rows: {width: cost(rows * width) for width in _with_tile(WIDTHS, rows)} for rows in sizes},
         assumed=True,
     )
 

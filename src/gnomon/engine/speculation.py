@@ -184,17 +184,17 @@ class Speculation:
             return [most for _ in rows]
         asks = [self._may_draft(row, guess) for row, guess in zip(rows, guesses, strict=True)]
         each = self.draft.cost(sum(asks)) if self.draft is not None and any(asks) else 0.0
-        # Asserted tokens come, whether that pays or not.
-        least = [int(guess.asserted) for guess in guesses]
+        # Asserted tokens come, whether that pays or not; how many at once is chosen by what windows of them take.
+        least = [int(guess.asserted and chance.most > 0) for guess, chance in zip(guesses, chances, strict=True)]
         if flat and not any(asks):
-            return list(map(max, least, best_depths(chances, self.curve, self.pace.premium)))
-        return [max(self.depth_of(chances, each), *least)] * len(rows)
+            return best_depths(chances, self.curve, self.pace.premium, least)
+        return [self.depth_of(chances, each, max(least))] * len(rows)
 
-    def depth_of(self, chances: Sequence[Chance], each: float = 0.0) -> int:
-        """The depth that pays best for rows with these chances, where a drafted token for them takes `each` seconds."""
+    def depth_of(self, chances: Sequence[Chance], each: float = 0.0, least: int = 0) -> int:
+        """The depth that pays best for rows with these chances, where a drafted token for them takes `each` seconds; at `least` so many."""
         if self.curve is None:
             return max((chance.most for chance in chances), default=0)
-        return best_depth(chances, self.curve, lambda depth: depth * each, self.pace.premium)
+        return best_depth(chances, self.curve, lambda depth: depth * each, self.pace.premium, least)
 
     def observed(self, num_rows: int, width: float, seconds: float) -> None:
         """A step of this width, on the average of its rows, took so long: a plain one from one read-back to the next."""

@@ -45,6 +45,7 @@ class Curve:
     """Not measured: costs are in a unit of their own, and only their ratios mean something."""
 
     _known: dict[tuple[int, float], float] = field(default_factory=dict[tuple[int, float], float], repr=False)
+    _windows: dict[int, list[float]] = field(default_factory=dict[int, list[float]], repr=False)
 
     def step(self, num_rows: int) -> float:
         """Seconds of a plain step."""
@@ -54,6 +55,13 @@ class Curve:
         """Seconds of a window of `width` positions, on the average of the rows where each has its own. Below 2 it is between a plain step
         and a window of 2."""
         return self._at(num_rows, width)
+
+    def windows_of(self, num_rows: int, most: int) -> Sequence[float]:
+        """Seconds of windows that hold 0, 1 .. `most` guesses in all (or more), whichever row's; [0] is a plain step's."""
+        costs = self._windows.setdefault(num_rows, [self.step(num_rows)])
+        while len(costs) <= most:
+            costs.append(self.window(num_rows, 1 + len(costs) / num_rows))
+        return costs
 
     def _at(self, num_rows: int, width: float) -> float:
         key = num_rows, width
@@ -77,15 +85,17 @@ def best_depth(
     curve: Curve,
     draft_cost: Callable[[int], float] = lambda depth: 0.0,  # noqa: ARG005  (of guesses that cost nothing)
     premium: float = 1.0,
+    least: int = 0,
 ) -> int:
     """The depth with the most expected tokens per second for a batch with these chances, one per row; 0 when plain steps have more.
 
     Rows with shorter guesses ride along in a window: it costs what its width costs. `draft_cost(depth)` is what making the guesses
-    takes, in seconds; `premium` is how many times as much as measured windows turned out to cost.
+    takes, in seconds; `premium` is how many times as much as measured windows turned out to cost. At `least` so many are taken, whether
+    that pays or not.
     """
     num_rows = len(chances)
-    best, best_rate = 0, (1 + MARGIN) * num_rows / curve.step(num_rows)
-    for depth in range(1, max((one.most for one in chances), default=0) + 1):
+    best, best_rate = least, 0.0 if least else (1 + MARGIN) * num_rows / curve.step(num_rows)
+    for depth in range(max(1, least), max((one.most for one in chances), default=0) + 1):
         expected = num_rows + sum(one.tokens(depth) for one in chances)
         rate = expected / (premium * curve.window(num_rows, 1 + depth) + draft_cost(depth))
         if rate > best_rate:
@@ -93,25 +103,35 @@ def best_depth(
     return best
 
 
-def best_depths(chances: Sequence[Chance], curve: Curve, premium: float = 1.0) -> list[int]:
+def best_depths(
+    chances: Sequence[Chance], curve: Curve, premium: float = 1.0, least: Sequence[int] | None = None
+) -> list[int]:
     """How many guesses of each row make the most expected tokens per second, where a window costs what its positions cost, whichever
-    row's: the likeliest ones. All 0 when plain steps have more."""
+    row's: the likeliest ones. All 0 when plain steps have more, unless `least` of some row's are taken whether that pays or not."""
     num_rows = len(chances)
+    depths = [0] * num_rows if least is None else list(least)
+    expected = float(num_rows)
     places: list[tuple[float, int]] = []
     for row, chance in enumerate(chances):
-        right = chance.first
-        for _ in range(chance.most):
-            places.append((right, row))
-            right *= chance.later
-    # Guesses behind another are never likelier than it, and equals keep their order: each row's come in theirs.
-    places.sort(key=lambda place: -place[0])
-    best, best_rate, expected = 0, (1 + MARGIN) * num_rows / curve.step(num_rows), float(num_rows)
-    for count, (right, _) in enumerate(places, 1):
-        expected += right
-        rate = expected / (premium * curve.window(num_rows, 1 + count / num_rows))
+        right, later, taken = chance.first, chance.later, depths[row]
+        for n in range(chance.most):
+            if n < taken:
+                expected += right
+            else:
+                places.append((-right, row))
+            right *= later
+    # Guesses behind another are never likelier than it: each row's come in their order.
+    places.sort()
+    first = sum(depths)
+    costs = curve.windows_of(num_rows, first + len(places))
+    best, best_rate = 0, (1 + MARGIN) * num_rows / curve.step(num_rows)
+    if first:
+        best_rate = expected / (premium * costs[first])
+    for count, (wrong, _) in enumerate(places, 1):
+        expected -= wrong
+        rate = expected / (premium * costs[first + count])
         if rate > best_rate:
             best, best_rate = count, rate
-    depths = [0] * num_rows
     for _, row in places[:best]:
         depths[row] += 1
     return depths

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gnomon.chat.tools import Extractor, ToolFormat, Tools
-from gnomon.engine.api import Request
+from gnomon.engine.api import Request, overflow
 from gnomon.serve import volatile
 from gnomon.serve.errors import invalid, show
 from gnomon.serve.services import Services
@@ -57,7 +57,7 @@ def check_size(texts: Iterable[str], services: Services, param: str) -> None:
     size = sum(len(text.encode()) for text in texts)
     if size > longest * context:
         raise invalid(
-            f"{param} has {size} bytes, which are at least {size // longest} tokens, but the context is {context} tokens",
+            f"{overflow(size // longest, context)}, and {param} has {size} bytes, of which a token holds {longest} at most",
             param,
             "context_length_exceeded",
         )

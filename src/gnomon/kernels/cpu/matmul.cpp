@@ -4,6 +4,7 @@
 namespace gnomon {
 namespace {
 constexpr int MOST_ROWS = 480;  // at a time: a multiple of every tile height; bounds the memory for arranged rows
+constexpr int WHOLE_PANEL = 32;  // columns of a panel of codes, at most: see integer.inl
 // Products with less work than this (weights unpacked plus multiplications, in elements) stay on the calling thread.
 constexpr int64_t SHARE_FROM = 400'000;
 
@@ -99,15 +100,19 @@ void multiply_rows(const Rows& x, std::vector<Product>& products) {
     if (share && floats > 65536) workers->run(static_cast<int>(tiles.size()), arrange);
     else for (size_t i = 0; i < tiles.size(); i++) arrange(static_cast<int>(i));
     tasks.clear();
+    const int size = workers->size();
+    int64_t columns = 0;
+    for (auto& q : pieces) columns += q.p->n;
     for (auto& q : pieces) {
-      const int n = q.p->n, size = workers->size();
+      const int n = q.p->n;
       int per = n;
       if (share) {
-        // Few long stretches for few rows (each start of one waits for memory), narrow ones for many.
-        const int most = q.rows <= t.direct_most ? 1 << 16 : 48;
+        // Few long stretches for few rows (each start of one waits for memory), narrow ones for many: whole panels, and enough for all threads.
+        const bool few = q.rows <= t.direct_most, whole = q.p->w.codec >= I4 && q.p->w.codec <= S8;
+        const int least = few || !whole ? TILE : WHOLE_PANEL, most = few ? 1 << 16 : !whole ? 48 : columns < int64_t{32} * size * WHOLE_PANEL ? WHOLE_PANEL : 2 * WHOLE_PANEL;
         const int parts = std::max<int>(1, (2 * size + static_cast<int>(pieces.size()) - 1) / static_cast<int>(pieces.size()));
-        per = std::clamp((n + parts - 1) / parts, 16, most);
-        per = (per + 15) / 16 * 16;
+        per = std::clamp((n + parts - 1) / parts, least, most);
+        per = (per + least - 1) / least * least;
       }
       for (int n0 = 0; n0 < n; n0 += per) tasks.push_back({q.p, arranged + q.at, q.rows, q.first, n0, std::min(n, n0 + per)});
     }

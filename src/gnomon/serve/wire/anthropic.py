@@ -22,11 +22,12 @@ BUDGET_WARNING = "thinking.budget_tokens is not enforced: max_tokens limits thin
 
 
 class ThinkingField(Fields):
-    """`enabled` and `disabled` switch thinking; the others leave it as the server has it. `omitted` keeps its text back."""
+    """`enabled` and `disabled` switch thinking; the others leave it as the server has it. `omitted` keeps its text back, any other
+    `display` (Claude Code asks for `updates`) shows it as it comes."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Annotated[int, Field(ge=1)] | None = None
-    display: Literal["summarized", "omitted"] | None = None
+    display: str | None = None
 
 
 class ToolField(Fields):
@@ -161,7 +162,7 @@ class TextBlock(TypedDict):
 
 
 class ThinkingBlock(TypedDict):
-    """`signature` is empty: thinking that is sent back is dropped, so that nothing need be proved of it."""
+    """`signature` is empty where the text is shown; else it holds the text, for when the block is sent back."""
 
     type: Literal["thinking"]
     thinking: str

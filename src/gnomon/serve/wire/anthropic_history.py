@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, cast
 
@@ -33,14 +34,36 @@ Content = Annotated[
 ]
 
 
+_SEAL = "gnomon-1."
+
+
+def sealed(thought: str) -> str:
+    """The signature of thinking that is not shown. As Anthropic's do, it carries the text, so that the next turn can go on from it."""
+    return _SEAL + base64.b64encode(thought.encode()).decode()
+
+
+def _thought(block: dict[str, Any]) -> str:
+    """The text of a thinking block: as it was shown, or out of its signature. Another server's signature holds none."""
+    shown, signature = block.get("thinking"), block.get("signature")
+    if isinstance(shown, str) and shown:
+        return shown
+    if not isinstance(signature, str) or not signature.startswith(_SEAL):
+        return ""
+    try:
+        return base64.b64decode(signature.removeprefix(_SEAL), validate=True).decode()
+    except ValueError:
+        # Cut or changed on its way: as good as none.
+        return ""
+
+
 class Turn(Fields):
     role: Literal["user", "assistant", "system"]
     content: Content
 
 
 def chat_messages(system: Any, turns: Sequence[Turn], model: str) -> list[dict[str, Any]]:
-    """The conversation as messages of a chat completion: thinking dropped, tool results as messages of their own, turns of one
-    role joined.
+    """The conversation as messages of a chat completion: thinking as their reasoning, which the template shows or not, tool results as
+    messages of their own, turns of one role joined.
 
     Raises APIError 400 naming what can't be honoured.
     """
@@ -69,7 +92,9 @@ def _join(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
     if last is None or last["role"] != message["role"] or message["role"] not in ("user", "assistant"):
         messages.append(message)
         return
-    last["content"] = "\n\n".join(text for text in (last["content"], message["content"]) if text)
+    for field in ("content", "reasoning_content"):
+        if field in message:
+            last[field] = "\n\n".join(text for text in (last.get(field), message[field]) if text)
     if "tool_calls" in message:
         last["tool_calls"] = [*last.get("tool_calls", ()), *message["tool_calls"]]
 
@@ -83,12 +108,15 @@ def _messages(turn: Turn, path: str, model: str, names: dict[str, str]) -> Itera
         yield {"role": turn.role, "content": turn.content}
         return
     texts: list[str] = []
+    thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
     results = 0
     for index, block in enumerate(cast("list[Any]", turn.content)):
         where = f"{path}[{index}]"
         kind = part_kind(block, where)
         if kind in ("thinking", "redacted_thinking") and turn.role == "assistant":
+            if kind == "thinking" and (thought := _thought(block)):
+                thoughts.append(thought)
             continue
         if kind == "tool_use" and turn.role == "assistant":
             calls.append(_call(block, where, names))
@@ -106,10 +134,11 @@ def _messages(turn: Turn, path: str, model: str, names: dict[str, str]) -> Itera
                     f"{where}.type must be one of {', '.join(BLOCKS)}, got {show(kind)}", f"{where}.type", "unsupported"
                 )
             texts.append(part_text(block, where, model))
-    if calls:
-        yield {"role": "assistant", "content": "".join(texts), "tool_calls": calls}
-    elif texts or not results:
-        yield {"role": turn.role, "content": "".join(texts)}
+    if calls or texts or not results:
+        message: dict[str, Any] = {"role": turn.role, "content": "".join(texts)}
+        if thoughts:
+            message["reasoning_content"] = "\n\n".join(thoughts)
+        yield {**message, "tool_calls": calls} if calls else message
 
 
 def _string(block: dict[str, Any], field: str, where: str) -> str:

@@ -52,7 +52,8 @@ def _item(given: Any, path: str) -> dict[str, Any]:
 
 
 def split(items: Sequence[dict[str, Any]], model: str) -> tuple[list[str], list[dict[str, Any]]]:
-    """The texts of system messages, and all other items as chat messages: reasoning left out, calls as those of one assistant turn.
+    """The texts of system messages, and all other items as chat messages: reasoning as that of an assistant's message, calls as those
+    of one assistant turn.
 
     Raises APIError 400 naming what can't be honoured.
     """
@@ -66,9 +67,13 @@ def split(items: Sequence[dict[str, Any]], model: str) -> tuple[list[str], list[
                 system.append(text)
             else:
                 messages.append({"role": item["role"], "content": text})
+        elif item["type"] == "reasoning":
+            if thought := _thought(item):
+                messages.append(assistant("", [], thought))
         elif item["type"] == "function_call":
             call_id, name = _string(item, "call_id", path), _string(item, "name", path)
-            function = {"name": name, "arguments": _string(item, "arguments", path)}
+            space = _string(item, "namespace", path) if item.get("namespace") is not None else None
+            function = {"name": namespaced(space, name), "arguments": _string(item, "arguments", path)}
             messages.append(assistant("", [{"id": call_id, "type": "function", "function": function}]))
         elif item["type"] == "function_call_output":
             output = item.get("output")
@@ -79,13 +84,32 @@ def split(items: Sequence[dict[str, Any]], model: str) -> tuple[list[str], list[
     return system, messages
 
 
-def assistant(text: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
+def namespaced(space: str | None, name: str) -> str:
+    """The name under which a model knows a function of a namespace: templates know no namespaces."""
+    return name if space is None else f"{space.removesuffix('__')}__{name}"
+
+
+def assistant(text: str, calls: list[dict[str, Any]], thought: str = "") -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": text}
+    if thought:
+        message["reasoning_content"] = thought
     return {**message, "tool_calls": calls} if calls else message
 
 
+def _thought(item: dict[str, Any]) -> str:
+    """The text of a reasoning item: its content, or else its summary, which is where this server puts all of it."""
+    for field in ("content", "summary"):
+        parts: Any = item.get(field)
+        if isinstance(parts, list):
+            texts = (part.get("text") for part in cast("list[Any]", parts) if isinstance(part, dict))
+            if thought := "\n\n".join(text for text in texts if isinstance(text, str) and text):
+                return thought
+    return ""
+
+
 def joined(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The messages with calls put to the assistant's message before them, and the tools' names to their results."""
+    """The messages with an assistant's calls put to the message before them, with reasoning to what came of it, and with the tools' names
+    at their results. Reasoning at the very end, of which nothing came, is left out."""
     names: dict[str, str] = {}
     last: dict[str, Any] | None = None
     for given in messages:
@@ -94,14 +118,22 @@ def joined(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             names[call["id"]] = call["function"]["name"]
         if message["role"] == "tool" and message["tool_call_id"] in names:
             message = {**message, "name": names[message["tool_call_id"]]}
-        if last is not None and last["role"] == "assistant" and "tool_calls" in message and not message["content"]:
-            last = assistant(last["content"], [*last.get("tool_calls", ()), *message["tool_calls"]])
-            continue
+        if last is not None and last["role"] == message["role"] == "assistant":
+            thought = "\n\n".join(filter(None, (one.get("reasoning_content") for one in (last, message))))
+            if _only_thought(last) or ("tool_calls" in message and not message["content"]):
+                calls = [*last.get("tool_calls", ()), *message.get("tool_calls", ())]
+                last = assistant(last["content"] or message["content"], calls, thought)
+                continue
         if last is not None:
             yield last
         last = message
-    if last is not None:
+    if last is not None and not _only_thought(last):
         yield last
+
+
+def _only_thought(message: dict[str, Any]) -> bool:
+    """Whether it is a reasoning item that nothing has been put to."""
+    return "reasoning_content" in message and not message["content"] and "tool_calls" not in message
 
 
 def _string(item: dict[str, Any], field: str, path: str) -> str:
