@@ -266,7 +266,7 @@ def table(found: Sequence[dict[str, Any]]) -> str:
         )
         off = statistics.median(c["tokens"] / c["seconds"]["off"] for c in own)
         pinned = "".join(
-            f"; {name} {_ratios([c for c in own if name in c['seconds']], 'seconds', name)}"
+            f"; {name} {_ratios(with_it := [c for c in own if name in c['seconds']], 'seconds', name)}, CPU {_ratios(with_it, 'cpu', name)}"
             for name in dict.fromkeys(name for c in own for name in c["seconds"] if name not in ("off", "on"))
         )
         lines.append(
