@@ -38,7 +38,7 @@ class Keep:
 
     def wait(self, trace_id: str) -> RequestTrace:
         with self._changed:
-            assert self._changed.wait_for(lambda: trace_id in self.traces, 30)
+            assert self._changed.wait_for(lambda: trace_id in self.traces, 300)
             return self.traces[trace_id]
 
 

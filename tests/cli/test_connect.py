@@ -64,6 +64,7 @@ EXPECTED: dict[str, tuple[str, dict[str, Any]]] = {
             "env.ANTHROPIC_AUTH_TOKEN": KEY,
             "env.ANTHROPIC_MODEL": "org/Model",
             "env.ANTHROPIC_DEFAULT_HAIKU_MODEL": "org/Model",
+            "env.CLAUDE_CODE_MAX_CONTEXT_TOKENS": "4096",
         },
     ),
     "codex": (
@@ -76,7 +77,11 @@ EXPECTED: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "opencode": (
         ".config/opencode/opencode.jsonc",
-        {"providers.gnomon.settings.baseURL": SERVED.v1, "providers.gnomon.env": ["GNOMON_API_KEY"]},
+        {
+            "provider.gnomon.npm": "@ai-sdk/openai-compatible",
+            "provider.gnomon.options": {"baseURL": SERVED.v1, "apiKey": "{env:GNOMON_API_KEY}"},
+            "provider.gnomon.models.org/Model.limit": {"context": 4096, "output": 2048},
+        },
     ),
     "aider": (
         ".aider.conf.yml",
@@ -95,7 +100,29 @@ EXPECTED: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen-code": (
         ".qwen/settings.json",
-        {"modelProviders.openai.0.baseUrl": SERVED.v1, "modelProviders.openai.0.envKey": "GNOMON_API_KEY"},
+        {
+            "modelProviders.openai.0.baseUrl": SERVED.v1,
+            "modelProviders.openai.0.envKey": "GNOMON_API_KEY",
+            "modelProviders.openai.0.generationConfig.contextWindowSize": 4096,
+        },
+    ),
+    "goose": (
+        ".config/goose/custom_providers/gnomon.json",
+        {
+            "engine": "openai",
+            "base_url": f"{SERVED.v1}/chat/completions",
+            "api_key_env": "GNOMON_API_KEY",
+            "models.0": {"name": "org/Model", "context_limit": 4096},
+        },
+    ),
+    "mistral-vibe": (
+        ".vibe/config.toml",
+        {
+            "providers.0.api_base": SERVED.v1,
+            "providers.0.api_key_env_var": "GNOMON_API_KEY",
+            "models.0.name": "org/Model",
+            "models.0.max_context_length": 4096,
+        },
     ),
     "pi": (
         ".pi/agent/models.json",
@@ -144,13 +171,13 @@ def test_names_with_meanings_stay_names(agent: str, tmp_path: Path) -> None:
     # The shell lines run nothing but the agent, and give it the text as it is.
     programs = tmp_path / "bin"
     programs.mkdir()
-    for name in ("claude", "codex", "opencode", "zed", "qwen", "pi"):
+    for name in ("claude", "codex", "opencode", "zed", "qwen", "pi", "goose", "vibe"):
         script = programs / name
         script.write_text('#!/bin/sh\nprintf "%s\\n" "$GNOMON_API_KEY" "$ANTHROPIC_MODEL" "$@" >>"$OUT"\n')
         script.chmod(0o755)
     environment = {"PATH": f"{programs}:/usr/bin:/bin", "OUT": str(tmp_path / "out")}
     subprocess.run(["sh", "-ec", setup.start], cwd=tmp_path, env=environment, check=True)
-    assert NASTY in (tmp_path / "out").read_text().splitlines()
+    assert {NASTY, f"gnomon/{NASTY}"} & set((tmp_path / "out").read_text().splitlines())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bin", "out"]
 
 

@@ -117,7 +117,7 @@ def test_what_cannot_be_scored_is_refused_and_who_leaves_is_not_waited_for() -> 
         second = engine.score([(5, 6)], 0)
         assert first.cancel()
         assert len(second.result(300)[0]) == 1
-        assert engine.drain(5)
+        assert engine.drain(300)
         with pytest.raises(EngineUnavailable):
             engine.score([(1, 2)], 0)
     with tiny_engine("llama", EngineConfig(prefill_chunk=1)) as engine:

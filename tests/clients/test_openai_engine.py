@@ -179,7 +179,7 @@ def test_the_crowd_leaves_nothing_behind(live: Live[Engine]) -> None:
 
     async def crowd() -> list[str]:
         async with httpx.AsyncClient(
-            base_url=live.url, timeout=120, limits=httpx.Limits(max_connections=200)
+            base_url=live.url, timeout=500, limits=httpx.Limits(max_connections=200)
         ) as client:
             return await asyncio.gather(*(one(client, *plan) for plan in plans))
 
@@ -197,7 +197,7 @@ def test_the_crowd_leaves_nothing_behind(live: Live[Engine]) -> None:
     assert counts["failed"] == 0
     # What is kept for later prompts is held on purpose.
     kept = engine.stats()["prompt_cache"]["bytes"] - cached
-    eventually(lambda: mx.get_active_memory() <= before + 4096 + 1.01 * kept, 60)
+    eventually(lambda: mx.get_active_memory() <= before + 4096 + 1.01 * kept)
     assert httpx.get(live.url + "/health").content == b'{"status": "ok"}'
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -95,6 +96,7 @@ def peak(scheme: str) -> tuple[int, int]:
     budget = Budget(needs, 1 << 40, 0, workspace=workspace_of(loaded, coding))
     rig = Rig(loaded, EngineConfig(prompt_cache=0), budget=budget, kv=kv)
     mx.eval(rig.loaded.model.parameters())
+    gc.collect()  # what earlier tests left must not go while this is measured
     mx.synchronize()
     mx.clear_cache()
     before = mx.get_active_memory()

@@ -157,13 +157,13 @@ def agree(kernels: ModuleType) -> None:
     fused = [isa for isa in kernels.isas() if isa != "portable"]
     if len(fused) < 2:
         pytest.skip("one instruction set with fused multiply-add here")
-    for bits, group, rows in product(BITS, GROUPS, (1, 7, 30)):
-        w, s, b = quantised(19, 4 * group, group, bits, mx.float16, seed=bits)
-        x = mx.random.normal((rows, 4 * group), key=mx.random.key(rows))
+    for bits, group, rows, int8 in product(BITS, GROUPS, (1, 3, 7, 30), (True, False)):
+        w, s, b = quantised(19, 5 * group, group, bits, mx.float16, seed=bits)
+        x = mx.random.normal((rows, 5 * group), key=mx.random.key(rows))
         results = []
         for isa in fused:
             kernels.set_isa(isa)
-            results.append(bits_of(kernels.quantized_matmul(x, w, s, b, group, bits, True)))
+            results.append(bits_of(kernels.quantized_matmul(x, w, s, b, group, bits, int8)))
         kernels.set_isa("auto")
         assert all((r == results[0]).all() for r in results)
 

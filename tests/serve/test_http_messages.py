@@ -298,9 +298,20 @@ def test_omitted_thinking_is_told_without_its_text(engine: FakeEngine) -> None:
         thinking = {"type": "enabled", "display": "omitted"}
         content = message(client, thinking=thinking)["content"]
         events = stream(client, thinking=thinking)
-    assert content == [{"type": "thinking", "thinking": "", "signature": ""}, {"type": "text", "text": "Yes"}]
-    assert not any("thinking" in event.get("delta", {}) for event in events)
-    assert any(event.get("delta", {}).get("type") == "signature_delta" for event in events)
+        thought = content[0]
+        assert (thought["type"], thought["thinking"]) == ("thinking", "")
+        assert not any("thinking" in event.get("delta", {}) for event in events)
+        deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+        assert [one["signature"] for one in deltas if one["type"] == "signature_delta"] == [thought["signature"]]
+        # What comes back is what a client that was shown the thinking sends; of a broken or another's signature it is nothing.
+        for signature, said in (
+            (thought["signature"], "(hm)Yes"),
+            (thought["signature"] + "=!", "Yes"),
+            ("EqoB", "Yes"),
+        ):
+            turn = {"role": "assistant", "content": [{**thought, "signature": signature}, content[1]]}
+            message(client, messages=[{"role": "user", "content": "a"}, turn, {"role": "user", "content": "b"}])
+            assert f"<user>a\n<assistant>{said}\n<user>b" in prompts(engine)[-1]
 
 
 def test_sampling_fields_reach_the_engine(client: TestClient, engine: FakeEngine) -> None:

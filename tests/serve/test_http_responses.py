@@ -310,6 +310,7 @@ def test_cancelling(engine: FakeEngine, streamed: bool) -> None:
         thread.start()
         job = engine.take()
         job.delta("A")
+        eventually(lambda: bool(services.responses.running))
         (name,) = services.responses.running
         eventually(lambda: bool(client.get(f"{RESPONSES}/{name}").json()["output"]))
         now = client.get(f"{RESPONSES}/{name}").json()

@@ -70,6 +70,8 @@ def claude_code(served: Served) -> Setup:
         "ANTHROPIC_BASE_URL": served.url,
         "ANTHROPIC_AUTH_TOKEN": served.sent_key,
         **dict.fromkeys(names, served.model),
+        # Where a conversation is shortened; for models it doesn't know it assumes a million tokens.
+        "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(served.context),
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
     }
     once = " ".join(f"{name}={shlex.quote(value)}" for name, value in env.items())
@@ -86,7 +88,7 @@ def codex(served: Served) -> Setup:
         f"base_url = {_quoted(served.v1)}",
         'wire_api = "responses"',
     ]
-    start = f"codex -c model_provider=gnomon -m {shlex.quote(served.model)}"
+    start = f"codex -c model_provider=gnomon -c model_context_window={served.context} -m {shlex.quote(served.model)}"
     if served.key is not None:
         lines.append(f'env_key = "{VARIABLE}"')
         start = _exported(served, start)
@@ -94,16 +96,16 @@ def codex(served: Served) -> Setup:
 
 
 def opencode(served: Served) -> Setup:
-    # https://opencode.ai/docs/providers/: a custom provider.
+    # https://opencode.ai/docs/providers/: a custom provider. Without `limit` it would never shorten a conversation.
+    limit = {"context": served.context, "output": min(32_000, served.context // 2)}
     provider = {
+        "npm": "@ai-sdk/openai-compatible",
         "name": "Gnomon",
-        "env": [VARIABLE],
-        "package": "@opencode/ai/providers/openai-compatible",
-        "settings": {"baseURL": served.v1},
-        "models": {served.model: {"name": served.model}},
+        "options": {"baseURL": served.v1, "apiKey": f"{{env:{VARIABLE}}}"},
+        "models": {served.model: {"name": served.model, "tool_call": True, "reasoning": True, "limit": limit}},
     }
-    value = {"$schema": "https://opencode.ai/config.json", "providers": {"gnomon": provider}}
-    start = _exported(served, "opencode   # then /models")
+    value = {"$schema": "https://opencode.ai/config.json", "provider": {"gnomon": provider}}
+    start = _exported(served, f"opencode -m {shlex.quote(f'gnomon/{served.model}')}")
     return Setup("json", start, ".config/opencode/opencode.jsonc", value)
 
 
@@ -131,18 +133,22 @@ def continue_dev(served: Served) -> Setup:
         f"    apiKey: {_quoted(served.sent_key)}",
         "    roles: [chat, edit, apply]",
     )
-    return Setup("yaml", "reload the editor's window", ".continue/config.yaml", text="\n".join(lines))
+    start = "cn --config ~/.continue/config.yaml\n# or in an editor: reload its window"
+    return Setup("yaml", start, ".continue/config.yaml", text="\n".join(lines))
 
 
 def cline(served: Served) -> Setup:
-    # https://docs.cline.bot/provider-config/openai-compatible; keys lie in the editor's secret storage.
+    # https://docs.cline.bot/provider-config/openai-compatible; keys lie in the editor's secret storage. The command line has a verb for it.
     lines = (
         "API Provider: OpenAI Compatible",
         f"Base URL:     {served.v1}",
         f"API Key:      {served.sent_key}",
         f"Model ID:     {served.model}",
     )
-    return Setup("steps", "enter these in Cline's settings (the gear)", text="\n".join(lines))
+    sent = (("-k", served.sent_key), ("-m", served.model), ("-b", served.v1))
+    start = "cline auth -p openai " + " ".join(f"{flag} {shlex.quote(value)}" for flag, value in sent) + "\ncline"
+    said = "# in an editor: enter these in Cline's settings (the gear); on the command line:\n"
+    return Setup("steps", said + start, text="\n".join(lines))
 
 
 def zed(served: Served) -> Setup:
@@ -160,9 +166,52 @@ def zed(served: Served) -> Setup:
 
 def qwen_code(served: Served) -> Setup:
     # https://qwenlm.github.io/qwen-code-docs/en/users/configuration/model-providers/
-    model = {"id": served.model, "name": f"{served.model} (Gnomon)", "baseUrl": served.v1, "envKey": VARIABLE}
-    start = _exported(served, f"qwen --model {shlex.quote(served.model)}")
+    model = {
+        "id": served.model,
+        "name": f"{served.model} (Gnomon)",
+        "baseUrl": served.v1,
+        "envKey": VARIABLE,
+        "generationConfig": {"contextWindowSize": served.context},
+    }
+    # Which provider's models are meant is asked on the command line: in the file it would change what is used without it.
+    start = _exported(served, f"qwen --auth-type openai --model {shlex.quote(served.model)}")
     return Setup("json", start, ".qwen/settings.json", {"modelProviders": {"openai": [model]}})
+
+
+def goose(served: Served) -> Setup:
+    # https://goose-docs.ai/docs/getting-started/providers: custom providers, a file each.
+    value = {
+        "name": "gnomon",
+        "engine": "openai",
+        "display_name": "Gnomon",
+        "description": "Gnomon",
+        "api_key_env": VARIABLE,
+        "base_url": f"{served.v1}/chat/completions",
+        "models": [{"name": served.model, "context_limit": served.context}],
+        "supports_streaming": True,
+    }
+    start = _exported(served, f"goose session --provider gnomon --model {shlex.quote(served.model)}")
+    return Setup("json", start, ".config/goose/custom_providers/gnomon.json", value)
+
+
+def mistral_vibe(served: Served) -> Setup:
+    # https://github.com/mistralai/mistral-vibe README.md: providers and models of config.toml.
+    lines = (
+        "[[providers]]",
+        'name = "gnomon"',
+        f"api_base = {_quoted(served.v1)}",
+        f'api_key_env_var = "{VARIABLE}"',
+        'api_style = "openai"',
+        'backend = "generic"',
+        "",
+        "[[models]]",
+        f"name = {_quoted(served.model)}",
+        'provider = "gnomon"',
+        'alias = "gnomon"',
+        f"max_context_length = {served.context}",
+    )
+    start = _exported(served, "VIBE_ACTIVE_MODEL=gnomon vibe")
+    return Setup("toml", start, ".vibe/config.toml", text="\n".join(lines))
 
 
 def pi(served: Served) -> Setup:
@@ -185,6 +234,8 @@ AGENTS: Mapping[str, Callable[[Served], Setup]] = {
     "cline": cline,
     "codex": codex,
     "continue": continue_dev,
+    "goose": goose,
+    "mistral-vibe": mistral_vibe,
     "opencode": opencode,
     "pi": pi,
     "qwen-code": qwen_code,

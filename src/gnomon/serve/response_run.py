@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from gnomon.serve.errors import APIError
@@ -22,7 +22,8 @@ Status = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"
 
 @dataclass(frozen=True, slots=True)
 class ResponseJob:
-    """A response ready for the engine. `echo` are the fields that repeat the request's; `input` its own items; `owner` its key's name."""
+    """A response ready for the engine. `echo` are the fields that repeat the request's; `input` its own items; `owner` its key's name;
+    `spaces` namespace and own name of functions, by the name under which the model knows them."""
 
     chat: ChatJob
     echo: dict[str, Any]
@@ -30,6 +31,7 @@ class ResponseJob:
     conversation: Conversation
     store: bool
     owner: str | None
+    spaces: Mapping[str, tuple[str, str]] = field(default_factory=dict[str, tuple[str, str]])
 
 
 class ResponseRun:
@@ -151,7 +153,9 @@ class ResponseRun:
             return {**item, "type": "reasoning", "summary": [] if empty else [_summary(text)]}
         if part.kind == "text":
             return {**item, "type": "message", "role": "assistant", "content": [] if empty else [_output(text)]}
-        return {**item, "type": "function_call", "call_id": part.call_id, "name": part.name, "arguments": text}
+        space, name = self.job.spaces.get(part.name, (None, part.name))
+        call = {**item, "type": "function_call", "call_id": part.call_id, "name": name, "arguments": text}
+        return call if space is None else {**call, "namespace": space}
 
     def _changes(self, change: Change) -> Iterator[bytes]:
         part = change.part
@@ -191,7 +195,8 @@ class ResponseRun:
             yield self._tell("response.output_text.done", **where, content_index=0, text=text, logprobs=[])
             yield self._tell("response.content_part.done", **where, content_index=0, part=_output(text))
         else:
-            yield self._tell("response.function_call_arguments.done", **where, name=part.name, arguments=text)
+            _, name = self.job.spaces.get(part.name, (None, part.name))
+            yield self._tell("response.function_call_arguments.done", **where, name=name, arguments=text)
 
 
 def _summary(text: str) -> dict[str, Any]:

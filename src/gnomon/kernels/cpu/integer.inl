@@ -32,7 +32,7 @@ template <> struct Factors<2> {
 
 // From where the values of eight neighbours come: those for 4-bit codes as the low and then the high halves of a word's bytes do.
 template <int BITS, int BYTES> constexpr int from_place(int i) {
-  if (BYTES == 2 && IN_PAIRS) i = i / 4 * 4 + i % 2 * 2 + i % 4 / 2;
+  if (BYTES == 2 && IN_PAIRS<BITS>) i = i / 4 * 4 + i % 2 * 2 + i % 4 / 2;
   return BITS == 4 ? i % 4 * 2 + i / 4 : i;
 }
 
@@ -44,7 +44,7 @@ template <int BITS, int BYTES> struct Order {
     for (int i = 0; i < 8; i++) {
       const int from = 2 * from_place<BITS, BYTES>(i);
       if (BYTES == 1) at[i] = (uint8_t)from, at[8 + i] = 128;
-      else if (IN_PAIRS) at[2 * i] = (uint8_t)from, at[2 * i + 1] = (uint8_t)(from + 1);
+      else if (IN_PAIRS<BITS>) at[2 * i] = (uint8_t)from, at[2 * i + 1] = (uint8_t)(from + 1);
       else at[i / 4 * 8 + i % 4] = (uint8_t)(from + 1), at[i / 4 * 8 + 4 + i % 4] = (uint8_t)from;
     }
   }
@@ -54,7 +54,7 @@ template <int BITS, int BYTES> INLINE __m128i round_eight(const float* x, float 
   const __m256i whole = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x), _mm256_set1_ps(by)));
   __m128i v = _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
   const __m128i sums = _mm_madd_epi16(v, _mm_set1_epi16(1));
-  if (BYTES == 2 && !IN_PAIRS)  // the low byte has a sign: the high one is that of the nearest multiple of 256
+  if (BYTES == 2 && !IN_PAIRS<BITS>)  // the low byte has a sign: the high one is that of the nearest multiple of 256
     v = _mm_or_si128(_mm_and_si128(v, _mm_set1_epi16(255)), _mm_andnot_si128(_mm_set1_epi16(255), _mm_add_epi16(v, _mm_set1_epi16(128))));
   v = _mm_shuffle_epi8(v, _mm_load_si128((const __m128i*)order.at));
   if (BYTES == 1) _mm_storel_epi64((__m128i*)to, v);
@@ -69,7 +69,7 @@ template <int BITS, int BYTES> INLINE int round_all(const float* x, int n, float
 }
 #else
 template <int BITS, int BYTES> INLINE int round_all(const float* x, int n, float by, int8_t* to) {
-  static_assert(BYTES == 1 || IN_PAIRS);
+  static_assert(BYTES == 1 || IN_PAIRS<BITS>);
   int16_t codes[128];
   int sum = 0;
   for (int i = 0; i < n; i++) {
@@ -292,8 +292,18 @@ static void some_rows(const Weights& w, const float* x, const uint32_t* panel, c
     for (int c = 0; c < C && columns > c * W; c++) store_n(y + m * ldy + c * W, columns - c * W < W ? columns - c * W : W, acc[m][c]);
 }
 
+// Asks the second-level cache for parts [part, to) of `parts` of what columns [n, n + columns) of a matrix are stored as, tiled or not.
+INLINE void fetch(const Weights& w, int64_t n, int columns, int part, int to, int parts) {
+  const int64_t scales = (int64_t)(w.k / w.group) * (int64_t)type_size(w.scale_type), each[3] = {w.row_bytes, scales, scales};
+  const char* from[3] = {(const char*)w.data, (const char*)w.scales, (const char*)w.biases};
+  for (int i = 0; i < 3; i++) {
+    const int64_t lines = (columns * each[i] + 63) / 64, end = lines * to / parts;
+    for (int64_t line = lines * part / parts; line < end; line++) __builtin_prefetch(from[i] + n * each[i] + 64 * line, 0, 2);
+  }
+}
+
 template <int BITS, int BYTES>
-static void multiply_integer(const Weights& w, int n0, int n1, const float* x, int rows, float* y, int64_t ldy, float* scratch) {
+static void multiply_by_panels(const Weights& w, int n0, int n1, const float* x, int rows, float* y, int64_t ldy, float* scratch) {
   if (rows <= FEW) {
     switch (rows) {
       case 1: return few_rows<BITS, BYTES, 1>(w, n0, n1, x, y, ldy, scratch);
@@ -328,6 +338,8 @@ static void multiply_integer(const Weights& w, int n0, int n1, const float* x, i
     }
     for (int m = 0; m < rows;) {
       const int some = tile_height(rows, m, SOME_ROWS<BYTES>);
+      // The next panel, or the one that the thread next to this one's stretch begins with, while this one is multiplied.
+      if (C * W >= TILE) fetch(w, n + C * W, C * W, m, m + some, rows);
       const float* xt = x + (size_t)m * w.k;
       float* yt = y + m * ldy + (n - n0);
       switch (some) {
@@ -344,5 +356,17 @@ static void multiply_integer(const Weights& w, int n0, int n1, const float* x, i
       m += some;
     }
   }
+}
+
+#if defined(GNOMON_BY_HALVES)
+static void multiply_by_halves(const Weights& w, int n0, int n1, const float* x, int rows, float* y, int64_t ldy, float* scratch);
+#endif
+template <int BITS, int BYTES>
+static void multiply_integer(const Weights& w, int n0, int n1, const float* x, int rows, float* y, int64_t ldy, float* scratch) {
+#if defined(GNOMON_BY_HALVES)
+  if constexpr (BITS == 4 && BYTES == 2) multiply_by_halves(w, n0, n1, x, rows, y, ldy, scratch);
+  else
+#endif
+    multiply_by_panels<BITS, BYTES>(w, n0, n1, x, rows, y, ldy, scratch);
 }
 }  // namespace gnomon::GNOMON_ISA

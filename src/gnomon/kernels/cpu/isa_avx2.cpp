@@ -2,6 +2,7 @@
 #include "simd_avx2.h"
 #include "linear.inl"
 #include "integer.inl"
+#include "halves.inl"
 #include "pointwise.inl"
 #include "attention.inl"
 #include "recurrent.inl"

@@ -215,7 +215,9 @@ INLINE void turn(const uint8_t* const* p, int bytes, uint32_t* out) {
     }
   }
 }
-constexpr bool IN_PAIRS = true;
+// Activations of 16 bits for 4-bit codes are taken by bytes: see halves.inl.
+#define GNOMON_BY_HALVES
+template <int BITS> constexpr bool IN_PAIRS = BITS == 8;
 // GCC would add up many products before it adds them to a sum, and spill them.
 INLINE vi in_turn(vi sum) {
   asm("" : "+x"(sum));

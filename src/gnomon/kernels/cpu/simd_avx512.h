@@ -233,7 +233,7 @@ INLINE void turn(const uint8_t* const* p, int bytes, uint32_t* out) {
   }
 }
 #if defined(__AVX512VNNI__)
-constexpr bool IN_PAIRS = false;
+template <int BITS> constexpr bool IN_PAIRS = false;
 template <int BITS, int BYTES> struct Codes {
   vi c;
   Codes() = default;
@@ -253,7 +253,7 @@ template <int BITS> struct Dot<BITS, 2> {
   vi __attribute__((always_inline)) sum() const { return _mm512_add_epi32(_mm512_slli_epi32(high, 8), low); }
 };
 #else
-constexpr bool IN_PAIRS = true;
+template <int BITS> constexpr bool IN_PAIRS = true;
 // GCC would add up many products before it adds them to a sum, and spill them.
 INLINE vi in_turn(vi sum) {
   asm("" : "+v"(sum));

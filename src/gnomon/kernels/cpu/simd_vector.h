@@ -214,7 +214,7 @@ INLINE void turn(const uint8_t* const* p, int bytes, uint32_t* out) {
       memcpy(out + c, p[c] + at, (size_t)(bytes - at < 4 ? bytes - at : 4));
     }
 }
-constexpr bool IN_PAIRS = true;
+template <int BITS> constexpr bool IN_PAIRS = true;
 // Two bytes: words of 16 bits, two to a lane.
 template <int BITS, int BYTES> struct Codes {
   vi even, odd;

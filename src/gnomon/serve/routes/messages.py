@@ -30,6 +30,7 @@ from gnomon.serve.wire.anthropic import (
     message_usage,
     stop_reason,
 )
+from gnomon.serve.wire.anthropic_history import sealed
 
 router = APIRouter()
 
@@ -118,7 +119,9 @@ def _message(prepared: MessageJob, services: Services, usage: MessageUsage) -> M
 
 def _block(part: Part, hidden: bool) -> Block:
     if part.kind == "reasoning":
-        return {"type": "thinking", "thinking": "" if hidden else part.text, "signature": ""}
+        if hidden:
+            return {"type": "thinking", "thinking": "", "signature": sealed(part.text) if part.text else ""}
+        return {"type": "thinking", "thinking": part.text, "signature": ""}
     if part.kind == "text":
         return {"type": "text", "text": part.text}
     return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": json.loads(part.text or "{}")}
@@ -173,6 +176,6 @@ def _events(change: Change, hidden: bool) -> Iterator[Mapping[str, Any]]:
                 yield {"type": "content_block_delta", "index": part.index, "delta": delta}
         case Closed():
             if part.kind == "reasoning":
-                delta = {"type": "signature_delta", "signature": ""}
+                delta = {"type": "signature_delta", "signature": sealed(part.text) if hidden else ""}
                 yield {"type": "content_block_delta", "index": part.index, "delta": delta}
             yield {"type": "content_block_stop", "index": part.index}

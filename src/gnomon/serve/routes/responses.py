@@ -50,7 +50,7 @@ def prepare(body: bytes, services: Services, trace_id: str, owner: str | None) -
         chat = plan(asked, services, trace_id, f"resp_{secrets.token_hex(12)}")
     chat = replace(chat, job=replace(chat.job, warnings=(*chat.job.warnings, *request.warnings())))
     echo = {**request.echo(), "instructions": conversation.instructions}
-    return ResponseJob(chat, echo, items, conversation, request.store is not False, owner)
+    return ResponseJob(chat, echo, items, conversation, request.store is not False, owner, request.spaces())
 
 
 @router.post("/v1/responses", response_model=ResponseBody, openapi_extra=json_body(ResponsesRequest))

@@ -162,7 +162,7 @@ class TextBlock(TypedDict):
 
 
 class ThinkingBlock(TypedDict):
-    """`signature` is empty, and nobody asks for it when thinking is sent back."""
+    """`signature` is empty where the text is shown; else it holds the text, for when the block is sent back."""
 
     type: Literal["thinking"]
     thinking: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, cast
 
@@ -31,6 +32,28 @@ Content = Annotated[
         }
     ),
 ]
+
+
+_SEAL = "gnomon-1."
+
+
+def sealed(thought: str) -> str:
+    """The signature of thinking that is not shown. As Anthropic's do, it carries the text, so that the next turn can go on from it."""
+    return _SEAL + base64.b64encode(thought.encode()).decode()
+
+
+def _thought(block: dict[str, Any]) -> str:
+    """The text of a thinking block: as it was shown, or out of its signature. Another server's signature holds none."""
+    shown, signature = block.get("thinking"), block.get("signature")
+    if isinstance(shown, str) and shown:
+        return shown
+    if not isinstance(signature, str) or not signature.startswith(_SEAL):
+        return ""
+    try:
+        return base64.b64decode(signature.removeprefix(_SEAL), validate=True).decode()
+    except ValueError:
+        # Cut or changed on its way: as good as none.
+        return ""
 
 
 class Turn(Fields):
@@ -92,7 +115,7 @@ def _messages(turn: Turn, path: str, model: str, names: dict[str, str]) -> Itera
         where = f"{path}[{index}]"
         kind = part_kind(block, where)
         if kind in ("thinking", "redacted_thinking") and turn.role == "assistant":
-            if kind == "thinking" and isinstance(thought := block.get("thinking"), str) and thought:
+            if kind == "thinking" and (thought := _thought(block)):
                 thoughts.append(thought)
             continue
         if kind == "tool_use" and turn.role == "assistant":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, cast
 
@@ -12,7 +13,7 @@ from gnomon.engine.api import Usage
 from gnomon.serve.errors import invalid, show
 from gnomon.serve.response_store import Conversation
 from gnomon.serve.wire.chat import ChatRequest
-from gnomon.serve.wire.responses_items import ITEMS, joined
+from gnomon.serve.wire.responses_items import ITEMS, joined, namespaced
 from gnomon.serve.wire.sampling import Cap, Fields, SamplingFields
 
 InputField = Annotated[
@@ -37,13 +38,21 @@ LOGPROBS = "message.output_text.logprobs"
 
 
 class ToolField(Fields):
-    """A function; of any other type but `custom` a tool of OpenAI's own servers, which this one doesn't have."""
+    """A function, or a `namespace` of functions; of any other type but `custom` a tool of OpenAI's own servers, which this one hasn't."""
 
     type: str
     name: str | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    tools: list[ToolField] | None = None
+
+    @property
+    def left_out(self) -> int:
+        """How many tools it stands for that can't be offered."""
+        if self.type == "namespace":
+            return sum(tool.left_out for tool in self.tools or ())
+        return int(self.type != "function")
 
 
 class FormatField(Fields):
@@ -104,32 +113,34 @@ class ResponsesRequest(SamplingFields):
                 'truncation must be "disabled": items are not dropped to fit the context', "truncation", "unsupported"
             )
 
+    def offered(self) -> list[dict[str, Any]]:
+        """The functions and the namespaces of functions that are offered, as they are told back. Raises APIError 400."""
+        return _offered(self.tools or (), "tools")
+
     def functions(self) -> list[dict[str, Any]]:
-        """The functions offered, as they are told back. Raises APIError 400."""
+        """The functions as the model is told of them, those of namespaces under the names of `namespaced`. Raises APIError 400."""
         made: list[dict[str, Any]] = []
-        for index, tool in enumerate(self.tools or ()):
-            if tool.type == "custom":
-                raise invalid(
-                    f"tools[{index}] is of type custom: only functions can be called", f"tools[{index}]", "unsupported"
-                )
-            if tool.type != "function":
-                continue
-            if not tool.name:
-                raise invalid(f"tools[{index}].name is required of a function", f"tools[{index}].name")
-            made.append(
-                {
-                    "type": "function",
-                    "name": tool.name,
-                    "description": tool.description,
-                    "parameters": tool.parameters,
-                    "strict": tool.strict,
-                }
-            )
+        for tool in self.offered():
+            inner = tool["tools"] if tool["type"] == "namespace" else [tool]
+            space = tool["name"] if tool["type"] == "namespace" else None
+            made += [{**one, "name": namespaced(space, one["name"])} for one in inner]
+        counts = Counter(one["name"] for one in made)
+        if twice := next((name for name in self.spaces() if counts[name] > 1), None):
+            raise invalid(f"tools has {show(twice)} twice, once as a function of a namespace", "tools")
         return made
+
+    def spaces(self) -> dict[str, tuple[str, str]]:
+        """Namespace and own name of each function that has one, by the name under which the model knows it."""
+        return {
+            namespaced(tool["name"], one["name"]): (tool["name"], one["name"])
+            for tool in self.offered()
+            if tool["type"] == "namespace"
+            for one in tool["tools"]
+        }
 
     def warnings(self) -> tuple[str, ...]:
         """What of the request is not honoured."""
-        dropped = sum(tool.type != "function" for tool in self.tools or ())
+        dropped = sum(tool.left_out for tool in self.tools or ())
         return (f"tools that only OpenAI's servers have were left out: {dropped}",) if dropped else ()
 
     def chat(self, conversation: Conversation) -> ChatRequest:
@@ -183,11 +194,31 @@ class ResponsesRequest(SamplingFields):
             "store": self.store is not False,
             "text": {"format": form or {"type": "text"}},
             "tool_choice": self.tool_choice if self.tool_choice is not None else "auto",
-            "tools": self.functions(),
+            "tools": self.offered(),
             "top_logprobs": 0,
             "truncation": "disabled",
             "user": self.user,
         }
+
+
+def _offered(tools: Sequence[ToolField], path: str) -> list[dict[str, Any]]:
+    made: list[dict[str, Any]] = []
+    for index, tool in enumerate(tools):
+        where = f"{path}[{index}]"
+        if tool.type == "custom":
+            raise invalid(f"{where} is of type custom: only functions can be called", where, "unsupported")
+        if tool.type not in ("function", "namespace"):
+            continue
+        if not tool.name:
+            raise invalid(f"{where}.name is required of a {tool.type}", f"{where}.name")
+        one = {"type": tool.type, "name": tool.name, "description": tool.description}
+        if tool.type == "function":
+            made.append({**one, "parameters": tool.parameters, "strict": tool.strict})
+        elif path != "tools":
+            raise invalid(f"{where} is a namespace within a namespace", where, "unsupported")
+        else:
+            made.append({**one, "tools": _offered(tool.tools or (), f"{where}.tools")})
+    return made
 
 
 class InputDetails(TypedDict):

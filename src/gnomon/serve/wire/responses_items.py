@@ -72,7 +72,8 @@ def split(items: Sequence[dict[str, Any]], model: str) -> tuple[list[str], list[
                 messages.append(assistant("", [], thought))
         elif item["type"] == "function_call":
             call_id, name = _string(item, "call_id", path), _string(item, "name", path)
-            function = {"name": name, "arguments": _string(item, "arguments", path)}
+            space = _string(item, "namespace", path) if item.get("namespace") is not None else None
+            function = {"name": namespaced(space, name), "arguments": _string(item, "arguments", path)}
             messages.append(assistant("", [{"id": call_id, "type": "function", "function": function}]))
         elif item["type"] == "function_call_output":
             output = item.get("output")
@@ -81,6 +82,11 @@ def split(items: Sequence[dict[str, Any]], model: str) -> tuple[list[str], list[
             text = content_text(output, f"{path}.output", model)
             messages.append({"role": "tool", "tool_call_id": _string(item, "call_id", path), "content": text})
     return system, messages
+
+
+def namespaced(space: str | None, name: str) -> str:
+    """The name under which a model knows a function of a namespace: templates know no namespaces."""
+    return name if space is None else f"{space.removesuffix('__')}__{name}"
 
 
 def assistant(text: str, calls: list[dict[str, Any]], thought: str = "") -> dict[str, Any]:
