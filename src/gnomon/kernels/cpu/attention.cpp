@@ -1,5 +1,6 @@
 #include "attention.h"
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 
 namespace gnomon {
@@ -148,11 +149,12 @@ struct Group {
       for (int c = l; c < h; c++) row[c] = 0;
     }
   }
-  // Columns [c0, c1) of the outputs, c0 a multiple of 16.
-  void values(int c0, int c1, float* room) {
+  // Columns [c0, c1) of the outputs, c0 a multiple of 16, of keys [from, end); those before them were added up already.
+  void values(int c0, int c1, int from, int end, float* room) {
     const int dvp = j.dvp(), wide = (c1 - c0 + 15) / 16 * 16;
-    for (int k0 = low; k0 < high; k0 += BLOCK_OF_KEYS) {
-      const int some = std::min(BLOCK_OF_KEYS, high - k0);
+    end = std::min(high, end);
+    for (int k0 = std::max(low, from); k0 < end; k0 += BLOCK_OF_KEYS) {
+      const int some = std::min(BLOCK_OF_KEYS, end - k0);
       int64_t pitch = 0;
       const float* block = nullptr;
       const uint8_t* codes = codes_of(j, j.v, b, hk, k0, some);
@@ -174,6 +176,10 @@ struct Group {
         r += same;
       }
     }
+  }
+  // Of columns [c0, c1), all keys of which are added up.
+  void finish(int c0, int c1) {
+    const int dvp = j.dvp();
     for (int r = 0; r < rows; r++) {
       t.scale_row(o + static_cast<size_t>(r) * dvp + c0, c1 - c0, inverse[r]);
       if (!j.turned()) write(r, c0, c1);
@@ -198,29 +204,41 @@ void rows_of_group(const AttentionJob& j, int b, int hk, int t0, int t1) {
   float* room = memory + Group::floats(j, t1 - t0);
   group.score(group.low, group.high, room);
   for (int r = 0; r < group.rows; r++) group.weights(r);
-  group.values(0, j.dv, room);
+  group.values(0, j.dv, group.low, group.high, room);
+  group.finish(0, j.dv);
   for (int r = 0; j.turned() && r < group.rows; r++) group.turn(r);
 }
 
-// Few rows over many keys: the keys of every group are shared out, then its rows, then its columns.
+// Few rows over many keys: the keys of every group are shared out, then its rows, then the values. Those of a group are added up one behind the
+// other, so who takes a stretch of them waits for the one before; other groups' stretches lie between. Whole rows of values are read, by
+// columns only where there are fewer groups than threads: half a row at a time comes at half the memory's rate.
 void share_keys(const AttentionJob& j, Pool& workers) {
-  constexpr int KEYS = 4 * BLOCK_OF_KEYS, COLUMNS = 32;
+  constexpr int KEYS = 4 * BLOCK_OF_KEYS;
   const int rows = j.queries * j.rep(), count = j.batch * j.k_heads;
   const size_t each = Group::floats(j, rows);
   float* memory = scratch<1>(each * count);
   std::vector<Group> groups;
   groups.reserve(count);
   for (int g = 0; g < count; g++) groups.emplace_back(j, g / j.k_heads, g % j.k_heads, 0, rows, memory + each * g);
-  const int stretches = (j.keys + KEYS - 1) / KEYS, columns = (j.dv + COLUMNS - 1) / COLUMNS;
+  const int stretches = (j.keys + KEYS - 1) / KEYS;
   workers.run(count * stretches, [&](int n) {
-    Group& group = groups[n / stretches];
-    const int from = std::max(group.low, n % stretches * KEYS), end = std::min(group.high, (n % stretches + 1) * KEYS);
+    Group& group = groups[n % count];
+    const int from = std::max(group.low, n / count * KEYS), end = std::min(group.high, (n / count + 1) * KEYS);
     if (from < end) group.score(from, end, scratch<2>(Group::room_floats(j)));
   });
   workers.run(count * rows, [&](int n) { groups[n / rows].weights(n % rows); });
-  workers.run(count * columns, [&](int n) {
-    const int from = n % columns * COLUMNS;
-    groups[n / columns].values(from, std::min(j.dv, from + COLUMNS), scratch<2>(Group::room_floats(j)));
+  const int parts = (workers.size() + count - 1) / count, wide = std::max(32, ((j.dv + parts - 1) / parts + 31) / 32 * 32), columns = (j.dv + wide - 1) / wide, lines = count * columns;
+  std::vector<std::atomic<int>> done(lines);
+  workers.run(lines * stretches, [&](int n) {
+    const int line = n % lines, stretch = n / lines, c0 = line % columns * wide, c1 = std::min(j.dv, c0 + wide);
+    Group& group = groups[line / columns];
+    for (int spins = 0; done[line].load(std::memory_order_acquire) != stretch; spins++) {
+      if (spins < 2000) relax();
+      else std::this_thread::yield();
+    }
+    group.values(c0, c1, stretch * KEYS, (stretch + 1) * KEYS, scratch<2>(Group::room_floats(j)));
+    if (stretch + 1 == stretches) group.finish(c0, c1);
+    done[line].store(stretch + 1, std::memory_order_release);
   });
   for (int n = 0; j.turned() && n < count * rows; n++) groups[n / rows].turn(n % rows);
 }

@@ -29,8 +29,7 @@ template <int R> INLINE void scores_tile(const float* q, int64_t ldq, const floa
     for (int c = 0; c < 4; c++) s[r * lds + c] = four[c] * scale;
   }
 }
-// s[r * lds + i] = scale * q[r] . k[i]
-static void scores(const float* q, int64_t ldq, int rows, const float* k, int64_t ldk, int keys, int d, float scale, float* s, int64_t lds) {
+static void few_scores(const float* q, int64_t ldq, int rows, const float* k, int64_t ldk, int keys, int d, float scale, float* s, int64_t lds) {
   constexpr int R = W == 16 ? 4 : 2;
   for (int i = 0; i < keys; i += 4) {
     const int some = keys - i < 4 ? keys - i : 4;
@@ -57,6 +56,56 @@ static void scores(const float* q, int64_t ldq, int rows, const float* k, int64_
       r += take;
     }
   }
+}
+
+// Lanes are keys: element e of sixteen keys lies at turned[16 * e]. The sums are those of scores_tile in its order, but no tree is needed within a register.
+template <int R> INLINE void turned_scores_tile(const float* q, int64_t ldq, const float* turned, int d, float scale, float* s, int64_t lds) {
+  vf one[R], two[R], four[R], a[R], b[R];
+#pragma GCC unroll 8
+  for (int n = 0; n < 8; n++) {
+    const int lane = (n & 1) * 4 + (n & 2) + n / 4;  // with the one that is eight further; 0 4 2 6 1 5 3 7
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++) a[r] = b[r] = zero();
+    for (int i = lane; i < d; i += 16) {
+      const vf low = load(turned + 16 * i), high = load(turned + 16 * (i + 8));
+#pragma GCC unroll 4
+      for (int r = 0; r < R; r++) {
+        a[r] = fma(set1(q[r * ldq + i]), low, a[r]);
+        b[r] = fma(set1(q[r * ldq + i + 8]), high, b[r]);
+      }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++) {
+      a[r] = add(a[r], b[r]);
+      if (n & 1) a[r] = add(four[r], a[r]);
+      else four[r] = a[r];
+      if ((n & 3) == 3) a[r] = add(two[r], a[r]);
+      else if (n & 1) two[r] = a[r];
+      if (n == 7) store(s + r * lds, mul(add(one[r], a[r]), set1(scale)));
+      else if (n == 3) one[r] = a[r];
+    }
+  }
+}
+// From so many queries on, sixteen keys are worth turning.
+constexpr int MANY_QUERIES = 6, MOST_TURNED = 512;
+// s[r * lds + i] = scale * q[r] . k[i]
+static void scores(const float* q, int64_t ldq, int rows, const float* k, int64_t ldk, int keys, int d, float scale, float* s, int64_t lds) {
+  constexpr int R = W == 16 ? 4 : 2;
+  for (; keys >= 16 && rows >= MANY_QUERIES && d <= MOST_TURNED; keys -= 16, k += 16 * ldk, s += 16) {
+    alignas(64) float turned[16 * MOST_TURNED];
+    for (int p = 0; p < 16; p += W)
+      for (int i = 0; i < d; i += 16) {
+        const uint8_t* from[W];
+        for (int c = 0; c < W; c++) from[c] = (const uint8_t*)(k + (p + c) * ldk + i);
+        turn(from, 64, (uint32_t*)turned + 16 * i + p);
+      }
+    for (int p = 0; p < 16; p += W) {
+      int r = 0;
+      for (; r + R <= rows; r += R) turned_scores_tile<R>(q + r * ldq, ldq, turned + p, d, scale, s + r * lds + p, lds);
+      for (; r < rows; r++) turned_scores_tile<1>(q + r * ldq, ldq, turned + p, d, scale, s + r * lds + p, lds);
+    }
+  }
+  few_scores(q, ldq, rows, k, ldk, keys, d, scale, s, lds);
 }
 
 template <int R, int C> INLINE void weigh_tile(const float* p, int64_t ldp, const float* v, int64_t ldv, int keys, float* o, int64_t ldo) {

@@ -15,9 +15,7 @@ INLINE vf exp(vf x) {
   y = fma(y, r, set1(1.6666665459e-1f));
   y = fma(y, r, set1(5.0000001201e-1f));
   y = fma(y, mul(r, r), add(r, set1(1.0f)));
-  // In two steps, so that neither factor leaves the range of exponents.
-  vf half = round(mul(n, set1(0.5f)));
-  y = mul(mul(y, exp2i(half)), exp2i(sub(n, half)));
+  y = times_exp2(y, n);
   y = where_greater(x, high, set1(__builtin_inff()), y);
   y = where_less(x, low, zero(), y);
   return where_nan(x, x, y);

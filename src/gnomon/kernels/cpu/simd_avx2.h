@@ -31,6 +31,11 @@ INLINE vf round(vf a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _M
 INLINE vf exp2i(vf n) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
 }
+// y * 2^n for whole n within [-252, 254], in two steps: neither factor leaves the range of exponents, and only the second product can round.
+INLINE vf times_exp2(vf y, vf n) {
+  const vf half = round(mul(n, set1(0.5f)));
+  return mul(mul(y, exp2i(half)), exp2i(sub(n, half)));
+}
 INLINE vf where_less(vf x, vf limit, vf y, vf otherwise) { return _mm256_blendv_ps(otherwise, y, _mm256_cmp_ps(x, limit, _CMP_LT_OQ)); }
 INLINE vf where_greater(vf x, vf limit, vf y, vf otherwise) { return _mm256_blendv_ps(otherwise, y, _mm256_cmp_ps(x, limit, _CMP_GT_OQ)); }
 INLINE vf where_nan(vf x, vf y, vf otherwise) { return _mm256_blendv_ps(otherwise, y, _mm256_cmp_ps(x, x, _CMP_UNORD_Q)); }

@@ -25,10 +25,8 @@ INLINE vf max(vf a, vf b) { return _mm512_max_ps(a, b); }
 INLINE vf min(vf a, vf b) { return _mm512_min_ps(a, b); }
 INLINE vf sqrt(vf a) { return _mm512_sqrt_ps(a); }
 INLINE vf round(vf a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-// 2^n for whole n within [-126, 127]
-INLINE vf exp2i(vf n) {
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23));
-}
+// y * 2^n for whole n
+INLINE vf times_exp2(vf y, vf n) { return _mm512_scalef_ps(y, n); }
 // a where a < b is false and comparable... selects y where x is below the limit
 INLINE vf where_less(vf x, vf limit, vf y, vf otherwise) {
   return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, limit, _CMP_LT_OQ), otherwise, y);

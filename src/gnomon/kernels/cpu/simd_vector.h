@@ -52,6 +52,11 @@ INLINE vf select(vi mask, vf y, vf otherwise) { return (vf)(((vi)y & mask) | ((v
 INLINE vf max(vf a, vf b) { return select(a > b, a, b); }
 INLINE vf min(vf a, vf b) { return select(a < b, a, b); }
 INLINE vf exp2i(vf n) { return (vf)((__builtin_convertvector(n, vi) + 127) << 23); }
+// y * 2^n for whole n within [-252, 254], in two steps: neither factor leaves the range of exponents, and only the second product can round.
+INLINE vf times_exp2(vf y, vf n) {
+  const vf half = round(mul(n, set1(0.5f)));
+  return mul(mul(y, exp2i(half)), exp2i(sub(n, half)));
+}
 INLINE vf where_less(vf x, vf limit, vf y, vf otherwise) { return select(x < limit, y, otherwise); }
 INLINE vf where_greater(vf x, vf limit, vf y, vf otherwise) { return select(x > limit, y, otherwise); }
 INLINE vf where_nan(vf x, vf y, vf otherwise) { return select(x != x, y, otherwise); }
