@@ -209,7 +209,8 @@ class Engines:
         if name not in self.warm:
             self.warm.add(name)
             for engine in self.arms.values():
-                answer(engine, replace(CASES[name], tokens=min(CASES[name].tokens, 32)), 1)
+                for rows in sorted({1, *self.args.batch}):
+                    answer(engine, replace(CASES[name], tokens=min(CASES[name].tokens, 32)), rows)
         return self.arms
 
     def stop(self) -> None:

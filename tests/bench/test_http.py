@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
+import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
 
 from gnomon.bench.http import MemoryWatch, ServerContender, Streamed, resident_bytes
@@ -137,12 +137,34 @@ def test_prompts_differ_between_rows_blocks_and_seeds_but_not_between_arms() -> 
     assert Workload(cell, 1, 0).text() != Workload(cell, 1, 0, attempt=2).text()
 
 
+PEAK = """
+for size in (1, 40 << 20, 1):
+    block = b"x" * size
+    print(len(block), flush=True)
+    input()
+"""
+
+
 def test_memory_watch_sees_a_peak_that_is_gone() -> None:
-    before = resident_bytes(os.getpid())
-    with MemoryWatch(os.getpid()) as watch:
-        block = np.ones(40 << 20, dtype=np.uint8)
-        watch.peak = max(watch.peak, resident_bytes(os.getpid()))
-        del block
+    """In a process of its own: children of other tests that end meanwhile would count among this one's."""
+    with subprocess.Popen(
+        [sys.executable, "-c", PEAK], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        child.stdout.readline()
+        before = resident_bytes(child.pid)
+        with MemoryWatch(child.pid) as watch:
+            for _ in range(2):
+                child.stdin.write("\n")
+                child.stdin.flush()
+                child.stdout.readline()
+                deadline = time.monotonic() + 300
+                while watch.peak <= before + (30 << 20):
+                    assert time.monotonic() < deadline
+                    time.sleep(0.01)
+            assert resident_bytes(child.pid) < before + (10 << 20)
+        child.communicate("\n")
     assert watch.peak > before + (30 << 20)
     assert resident_bytes(2**22 + 5) == 0
 

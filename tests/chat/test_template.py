@@ -230,6 +230,54 @@ def test_developer_is_system_unless_the_template_knows_it():
     assert ChatTemplate(made).render(messages).text == oracle(made, messages)[0]
 
 
+def said(text):
+    return f"<system>\n{text}\n</system>"
+
+
+LATE = [
+    {"role": "system", "content": "A"},
+    {"role": "developer", "content": "B"},
+    {"role": "user", "content": [{"type": "text", "text": "one"}]},
+    {"role": "system", "content": "C"},
+    {"role": "assistant", "content": "two"},
+    {"role": "system", "content": "D"},
+    {"role": "user", "content": "three"},
+]
+FOLDED = [
+    {"role": "system", "content": "A\n\nB"},
+    {"role": "user", "content": f"one\n\n{said('C')}"},
+    {"role": "assistant", "content": "two"},
+    {"role": "user", "content": f"{said('D')}\n\nthree"},
+]
+# As Qwen 3.5's template refuses them.
+FIRST_ONLY = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('System message must be at the beginning.') }}{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gemma4", "qwen3"])
+def test_late_system_messages_stay_in_their_place(name):
+    """Gemma 3 refuses them, Gemma 4 leaves them out, Qwen 3 writes them."""
+    made = tokenizer(name)
+    expected = oracle(made, FOLDED)[0]
+    if name == "qwen3":
+        plain = [{**one, "role": "system"} if one["role"] == "developer" else one for one in LATE]
+        expected = oracle(made, [{**one, "content": "one"} if one is LATE[2] else one for one in plain])[0]
+    template = ChatTemplate(made)
+    assert template.render(LATE).text == expected
+    # A conversation that goes on begins as before.
+    before = template.render(LATE[:4], add_generation_prompt=False).text
+    assert template.render(LATE).text.startswith(before)
+
+
+def test_late_system_messages_of_a_template_that_wants_them_first():
+    template = ChatTemplate(Adapter(build(FIRST_ONLY)))
+    assert template.render(LATE).text == "".join(f"<{one['role']}>{one['content']}" for one in FOLDED)
+    with pytest.raises(ChatError, match=r"messages\[3\]\.content is int"):
+        template.render([*LATE[:3], {"role": "system", "content": 3}])
+
+
 def test_the_request_is_not_touched_and_reasoning_is_seen():
     call = {"id": "abcdefghi", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rom"}'}}
     messages = [

@@ -115,13 +115,12 @@ def logprobs(answer: dict[str, Any]) -> tuple[list[Any], list[float]]:
     return found["tokens"], [*found["token_logprobs"], *tops]
 
 
-def test_answers_of_a_killed_server_go_on_in_the_next(tmp_path: Path) -> None:
-    """Streams are cut by SIGKILL. Asked again, not streamed, they are whole, and the seeded ones are what they would have been.
+def cut_off(model: Path, cache: Path) -> tuple[dict[str, dict[str, Any]], Server]:
+    """Whole answers, and a killed server's with the beginnings that were heard of all.
 
     On a busy machine one may have ended before the last began: then the others are cut.
     """
-    model = tiny_models.save("llama", tmp_path / "model")
-    with server(model, tmp_path / "cache") as first:
+    with server(model, cache) as first:
         whole = {name: first.answer(name) for name in SEEDED}
         assert first.checkpoints()["kept"] == 0
         listeners = [threading.Thread(target=first.listen, args=(name,)) for name in REQUESTS]
@@ -135,10 +134,25 @@ def test_answers_of_a_killed_server_go_on_in_the_next(tmp_path: Path) -> None:
         first.process.send_signal(signal.SIGKILL)
         for one in listeners:
             one.join(300)
+    return whole, first
+
+
+def test_answers_of_a_killed_server_go_on_in_the_next(tmp_path: Path) -> None:
+    """Streams are cut by SIGKILL. Asked again, not streamed, they are whole, and the seeded ones are what they would have been."""
+    model, cache = tiny_models.save("llama", tmp_path / "model"), tmp_path / "cache"
+    # All may have ended before the kill, where this process got no turn.
+    assert any(check(model, cache) for _ in range(5))
+
+
+def check(model: Path, cache: Path) -> bool:
+    """Whether any answer was cut."""
+    whole, first = cut_off(model, cache)
     for name in SEEDED:
         assert text(whole[name]).startswith(first.heard.get(name, ""))
-    with server(model, tmp_path / "cache") as second:
+    with server(model, cache) as second:
         cut = second.checkpoints()["adopted"]
+        if cut == 0:
+            return False
         assert 1 <= cut == second.checkpoints()["kept"] <= len(REQUESTS)
         again = {name: second.answer(name) for name in REQUESTS}
         for name in SEEDED:
@@ -158,4 +172,5 @@ def test_answers_of_a_killed_server_go_on_in_the_next(tmp_path: Path) -> None:
         while (saved := second.checkpoints())["due"] and time.monotonic() < deadline:
             time.sleep(0.01)
         assert saved["kept"] == 0
-        assert list((tmp_path / "cache").rglob("*.gen")) == []
+        assert list(cache.rglob("*.gen")) == []
+    return True

@@ -61,18 +61,27 @@ def kill(engine: IsolatedEngine) -> None:
     eventually(lambda: engine.process()["pid"] is None)
 
 
+def cut_off(engine: IsolatedEngine, directory: Path) -> Heard:
+    """An answer of which something was saved when its process was killed; one that ended before that is asked for again."""
+    while True:
+        heard = ask(engine, "under way", 700)
+        eventually(lambda heard=heard: heard.ended.is_set() or any((directory / "saves").rglob("*.gen")))
+        if heard.ended.is_set():
+            continue
+        kill(engine)
+        failed = heard.wait()[-1]
+        if isinstance(failed, Failed):
+            assert failed.code == "engine_died"
+            return heard
+
+
 def test_the_next_child_has_what_the_killed_one_wrote(engine: IsolatedEngine, directory: Path) -> None:
     """A flushed state is read from disk, and an answer that was under way goes on, both with an uninterrupted engine's tokens."""
     with tiny_engine(load=lambda: tiny_loaded("qwen3"), config=EngineConfig(prefill_chunk=CHUNK)) as alone:
         want = [i for d in alone.stream(Request("w", PROMPT, max_tokens=700, ignore_eos=True)) for i in delta_ids(d)]
     assert usage(ask(engine, "first", 8)).cached_tokens == 0
     assert engine.flush(300).durable
-    under_way = ask(engine, "under way", 700)
-    eventually(lambda: any((directory / "saves").rglob("*.gen")))
-    kill(engine)
-    failed = under_way.wait()[-1]
-    assert isinstance(failed, Failed)
-    assert failed.code == "engine_died"
+    under_way = cut_off(engine, directory)
     delivered = ids(under_way)
     assert delivered == want[: len(delivered)]
     again, two = ask(engine, "again", 700), ask(engine, "two", 8, n=2)

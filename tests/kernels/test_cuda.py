@@ -14,7 +14,7 @@ from mlx_lm.models import llama, qwen3
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from gnomon.kernels import dispatch, native
-from gnomon.kernels.cuda import attention, decode, products
+from gnomon.kernels.cuda import attention, decode, operations, products
 from gnomon.kernels.cuda.products import Normed, Weights
 from gnomon.state.batch_state import BatchState
 
@@ -111,12 +111,63 @@ def test_weights_of_a_quantised_layer(bits: int, group: int) -> None:
 
 @pytest.mark.parametrize(
     ("bits", "dtype", "width"),
-    [(3, mx.bfloat16, 256), (4, mx.float32, 256), (6, mx.float16, 256), (4, mx.bfloat16, 96)],
+    [(3, mx.bfloat16, 256), (5, mx.float32, 256), (6, mx.float16, 256), (4, mx.bfloat16, 96)],
 )
 def test_weights_that_kernels_do_not_take(bits: int, dtype: mx.Dtype, width: int) -> None:
     layer = nn.Linear(width, 64, bias=False)
     layer.set_dtype(dtype)
     assert Weights.of(nn.QuantizedLinear.from_linear(layer, 32, bits)) is None
+
+
+def test_weights_of_float32_are_taken_as_codes_alone() -> None:
+    layer = nn.Linear(576, 48, bias=False)
+    assert Weights.of(layer) is None
+    found = Weights.of(nn.QuantizedLinear.from_linear(layer, 32, 8))
+    assert found is not None
+    assert (found.dtype, found.kind) == (mx.float32, (8, 32, False))
+    for rows in (1, 8, 9, 32):
+        cut = products.Cut.of(rows, found)
+        assert cut.rows >= rows
+        assert not cut.stays
+        # Four groups of 32 scales and biases of 4 bytes for each of 16 rows, beside 128 bytes of codes.
+        assert cut.stage(8, 32, 4) == cut.tiles * (16 * 128 + 16 * 2 * 4 * 4)
+
+
+@pytest.mark.parametrize("rows", [1, 32, 33])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_products_of_one_type_go_to_the_kernels(monkeypatch: pytest.MonkeyPatch, rows: int, dtype: mx.Dtype) -> None:
+    w, s, b = mx.quantize(mx.random.normal((48, 576), key=mx.random.key(1)).astype(dtype), 32, 4)
+    x = mx.random.normal((rows, 1, 576), key=mx.random.key(2)).astype(dtype)
+    seen: list[str] = []
+
+    def dense(weights: Weights) -> mx.array:
+        return mx.dequantize(weights.weight, weights.scales, weights.biases, weights.group, weights.bits)
+
+    def product(x: mx.array, weights: Weights) -> mx.array:
+        seen.append("product")
+        return x @ dense(weights).T
+
+    def unpack(weights: Weights) -> mx.array:
+        seen.append("unpack")
+        return dense(weights)
+
+    monkeypatch.setattr(operations, "product", product)
+    monkeypatch.setattr(operations, "unpack", unpack)
+    dispatched = operations.ALL[0].make(mx.quantized_matmul, operations)
+    how: dict[str, Any] = {"transpose": True, "group_size": 32, "bits": 4}
+    dispatch.choose(True)
+    try:
+        with dispatch.step():
+            y = dispatched(x, w, s, b, **how)
+            other = dispatched(x.astype(mx.float16), w, s, b, **how)
+        assert dispatch.stock_calls.pop("quantized_matmul") == 1
+    finally:
+        dispatch.choose(False)
+    assert seen == ["product" if rows <= 32 else "unpack"]
+    exact = mx.quantized_matmul(x.astype(mx.float32), w, s.astype(mx.float32), b.astype(mx.float32), **how)
+    assert y.dtype == dtype
+    assert other.shape == y.shape == (rows, 1, 48)
+    assert mx.abs(y - exact).max() < (1e-5 if dtype == mx.float32 else 0.02) * mx.abs(exact).max()
 
 
 @pytest.mark.parametrize(("group", "size", "heads"), [(4, 128, 4), (3, 64, 3), (8, 128, 4), (7, 128, 1), (6, 256, 2)])
@@ -230,6 +281,7 @@ def prefilled(model: nn.Module, lengths: list[int]) -> BatchState:
         ("llama", [5, 9, 2]),
         ("llama tied, llama3 rope, 4 bits", [7]),
         ("qwen3, 8 bits", [5, 9, 2]),
+        ("llama float32, 4 bits, 8 for its table", [5, 9, 2]),
     ],
     ids=str,
 )
@@ -244,7 +296,18 @@ def test_the_decode_step_is_the_models_own_forward(
             nn.quantize(model, 64, 8)
         else:
             model = llama_model(tie_word_embeddings=True, rope_scaling=LLAMA3)
-            nn.quantize(model, 64, 4)
+            if "float32" in kind:
+                model.set_dtype(mx.float32)
+                nn.quantize(
+                    model,
+                    32,
+                    4,
+                    class_predicate=lambda _, m: (
+                        {"bits": 8, "group_size": 32} if isinstance(m, nn.Embedding) else isinstance(m, nn.Linear)
+                    ),
+                )
+            else:
+                nn.quantize(model, 64, 4)
         return model
 
     model, wide = make(), make()
@@ -272,6 +335,9 @@ def test_the_decode_step_is_the_models_own_forward(
     assert state.lengths == [length + 1 for length in lengths]
     state.check_integrity()
     assert logits.shape == expected.shape
+    if "float32" in kind:
+        assert np.abs(np.array(logits) - exact).max() < 1e-4 * exact.std()
+        return
     # bf16 rounds in other places: not further from float32 than the model's own forward is.
     error, usual = (np.sqrt(((y - exact) ** 2).mean()) for y in (np.array(logits), expected))
     assert error < 1.5 * usual < 0.2 * exact.std()

@@ -205,6 +205,21 @@ def test_where_it_can_not_be_built_steps_go_kernel_by_kernel(
     assert len([r for r in caplog.records if "kernel by kernel" in r.getMessage()]) == 1
 
 
+def test_a_model_without_a_compiled_step_has_no_graph(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(native, "is_cuda", lambda: True)
+    monkeypatch.setattr(native, "_load_graphs", lambda *_: None)
+    monkeypatch.setattr(dispatch, "install", lambda *_: None)
+    monkeypatch.setattr(decode, "graph_failures", [])
+    known = llama_model()
+    try:
+        told = [native.prepare(m, "native", cache=tmp_path).stats() for m in (nn.Linear(2, 2), known, known)]
+    finally:
+        dispatch.choose(False)
+        dispatch.stock_calls.clear()
+    assert [stats["graph"] for stats in told] == [False, True, True]
+    assert "no compiled step" in told[0]["graph_reason"]
+
+
 def test_a_driver_that_went_costs_the_graph_and_not_the_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def load(*_: object) -> None:
         raise RuntimeError("the NVIDIA driver is too old: it has no cuGraphLaunch")

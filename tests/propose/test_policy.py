@@ -93,7 +93,11 @@ def test_no_other_choice_of_depths_makes_more(chances: list[Chance], each: float
         return tokens / (1 + each * sum(depths)) / (1 if any(depths) else 1 / (1 + MARGIN))
 
     best = max(map(rate, product(*(range(chance.most + 1) for chance in chances))))
-    assert rate(best_depths(chances, curve)) == pytest.approx(best)
+    depths = best_depths(chances, curve)
+    assert rate(depths) == pytest.approx(best)
+    if max(chance.first for chance in chances) <= curve.least_chance(num_rows):
+        assert not any(depths)
+        assert best_depth(chances, curve) == 0
 
 
 def test_a_load_on_all_steps_makes_windows_no_cheaper() -> None:

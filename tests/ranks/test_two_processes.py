@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "cli"))
 from cli_process import clean_environment, gnomon
 from tiny_directory import make
 
+from gnomon.bench.http import free_port
 from gnomon.config import EngineConfig, KernelConfig
 from gnomon.engine.api import SamplingParams
 from gnomon.engine.engine import load
@@ -34,11 +35,10 @@ PROMPTS = ("abc", "the same words again and again", "x" * 300)
 
 
 def free_ports(number: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
+    ports = set[int]()
+    while len(ports) < number:
+        ports.add(free_port())
+    return list(ports)
 
 
 @pytest.fixture(scope="module")

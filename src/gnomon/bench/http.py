@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import socket
 import subprocess
 import sys
@@ -230,10 +231,13 @@ class MemoryWatch:
 
 
 def free_port() -> int:
-    """A TCP port that was free a moment ago."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    """A TCP port of the loopback that nothing holds: below those that systems give out by themselves (from 32,768 on Linux, from
+    49,152 elsewhere), of which any might be another's before the server that it is for has taken it. Raises OSError."""
+    for port in random.SystemRandom().sample(range(20_000, 32_768), 100):
+        with socket.socket() as s, suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
+    raise OSError("of a hundred TCP ports between 20000 and 32767 none is free")
 
 
 def load_client(url: str, timeout: float = 30.0) -> httpx.Client:

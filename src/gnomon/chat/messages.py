@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+SYSTEM = ("system", "developer")
 
 
 class ChatError(ValueError):
@@ -31,17 +32,50 @@ class Habits:
     """It wants tool call arguments as JSON text."""
     no_content: Literal["absent", "empty", "none"] = "absent"
     """How it wants a message without content."""
+    late_system: bool = True
+    """It writes system messages that come after others."""
 
 
 def normalise(messages: Sequence[Mapping[str, Any]], habits: Habits = Habits()) -> list[dict[str, Any]]:
     """Fresh messages for the template: None fields dropped, developer as system, text parts joined, `reasoning` also as
-    `reasoning_content` (an explicit string of that name wins), tool call arguments as objects.
+    `reasoning_content` (an explicit string of that name wins), tool call arguments as objects, and, without `habits.late_system`, system
+    messages as `folded` has them.
 
     Raises ChatError naming the field for shapes no template can take.
     """
     if not messages:
         raise ChatError("messages is empty: at least one message is required")
+    if not habits.late_system:
+        messages = folded(messages)
     return [_message(f"messages[{i}]", message, habits) for i, message in enumerate(messages)]
+
+
+def folded(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The conversation with system messages at its beginning only, as one: later ones stand in the user's turn that they came after or
+    before, between `<system>` and `</system>`. They stay in their place, so that what came before them is rendered as it was.
+
+    Raises ChatError as `normalise` does.
+    """
+    made: list[Mapping[str, Any]] = []
+    open_turn = False
+    for i, message in enumerate(messages):
+        where, role = f"messages[{i}].content", message.get("role")
+        system = role in SYSTEM
+        last = made[-1] if made else None
+        if last is None or not (system or (open_turn and role == "user")):
+            made.append(message)
+            open_turn = False
+            continue
+        said = _text(where, message.get("content") or "")
+        first = system and last.get("role") in SYSTEM
+        open_turn = not first
+        text = f"<system>\n{said}\n</system>" if system and not first else said
+        if first or last.get("role") == "user":
+            before = _text(where, last.get("content") or "")
+            made[-1] = {**last, "content": "\n\n".join(part for part in (before, text) if part)}
+        else:
+            made.append({"role": "user", "content": text})
+    return made
 
 
 def _message(where: str, message: Mapping[str, Any], habits: Habits) -> dict[str, Any]:

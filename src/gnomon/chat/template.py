@@ -42,6 +42,14 @@ CALLED: tuple[dict[str, Any], ...] = (
     {"role": "assistant", "content": "."},
 )
 """A conversation that tries how a template takes tool calls."""
+LATE: tuple[dict[str, Any], ...] = (
+    {"role": "system", "content": "."},
+    {"role": "user", "content": "?"},
+    {"role": "system", "content": "needle"},
+    {"role": "assistant", "content": "!"},
+    {"role": "user", "content": "?"},
+)
+"""One that tries how it takes a system message behind others, such as Claude Code 2.1.332 sends."""
 
 TRIED: tuple[dict[str, Any], ...] = (
     {
@@ -295,7 +303,10 @@ class ChatTemplate:
         if seen is None or "needle" not in seen:
             parts = self._try([{"role": "user", "content": [{"type": "text", "text": "needle"}]}])
             typed = parts is not None and "needle" in parts
-        return Habits("developer" in self.sources[self.name_for(None)], typed)
+        habits = Habits("developer" in self.sources[self.name_for(None)], typed)
+        # Some refuse them, some leave them out without a word.
+        late = self._try(normalise(LATE, habits))
+        return replace(habits, late_system=late is not None and "needle" in late)
 
     def _try(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
         try:

@@ -25,13 +25,14 @@ from gnomon.propose import (
 )
 from gnomon.propose.guesses import NOTHING
 from gnomon.propose.ngram import NGram
+from gnomon.propose.policy import MOST_GUESSES
 
 if TYPE_CHECKING:
     from gnomon.engine.row import Row
 
 log = logging.getLogger(__name__)
 
-MAX_PROPOSALS = 16
+MAX_PROPOSALS = MOST_GUESSES
 """Most proposed tokens per row and step; states can take that many back."""
 MAX_DRAFTS = 8
 """Most tokens asked of a draft model at once, unless a number is set."""
@@ -149,9 +150,10 @@ class Speculation:
             return NOTHING
         try:
             found = guesses.look(row.prompt, row.tokens, limit)
-            for guess in found.tokens:
-                if not 0 <= guess < self.vocab_size:
-                    raise ValueError(f"proposed token id {guess} is outside 0..{self.vocab_size - 1}")
+            tokens = found.tokens
+            if tokens and not (min(tokens) >= 0 and max(tokens) < self.vocab_size):
+                wrong = next(token for token in tokens if not 0 <= token < self.vocab_size)
+                raise ValueError(f"proposed token id {wrong} is outside 0..{self.vocab_size - 1}")
         except Exception as error:  # noqa: BLE001  (a proposer's failure is its row's own)
             row.job.fail(error, "proposer_error")
             return NOTHING
@@ -176,6 +178,8 @@ class Speculation:
 
     def _depths(self, rows: Sequence[Row], guesses: Sequence[Guess], flat: bool) -> list[int]:
         """How many guesses of each row are worth a window."""
+        if self._none_pays(rows, guesses):
+            return [0] * len(rows)
         chances = [self._chance(row, guess) for row, guess in zip(rows, guesses, strict=True)]
         most = max((chance.most for chance in chances), default=0)
         if self.config.num_draft_tokens is not None:
@@ -189,6 +193,16 @@ class Speculation:
         if flat and not any(asks):
             return best_depths(chances, self.curve, self.pace.premium, least)
         return [self.depth_of(chances, each, max(least))] * len(rows)
+
+    def _none_pays(self, rows: Sequence[Row], guesses: Sequence[Guess]) -> bool:
+        """Whether even the likeliest guess is too unlikely: nearly always so where little repeats, and then nothing else is asked."""
+        if self.curve is None or self.draft is not None or self.config.num_draft_tokens is not None:
+            return False
+        least = self.curve.least_chance(len(rows))
+        return all(
+            not guess.tokens or row.guesses is None or row.guesses.first(guess) <= least
+            for row, guess in zip(rows, guesses, strict=True)
+        )
 
     def depth_of(self, chances: Sequence[Chance], each: float = 0.0, least: int = 0) -> int:
         """The depth that pays best for rows with these chances, where a drafted token for them takes `each` seconds; at `least` so many."""

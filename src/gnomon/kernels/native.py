@@ -160,7 +160,13 @@ def prepare(
         from gnomon.kernels.cuda import decode, mixtures, recurrent
 
         steps = decode.swap(model, _graphs if kernels.graph is None else None)
-        return replace(kernels, layers={**mixtures.swap(model), **recurrent.swap(model), **steps})
+        found = {**mixtures.swap(model), **recurrent.swap(model), **steps}
+        why = (
+            None
+            if hasattr(model, "decoder")
+            else f"models of {type(model).__module__} such as this have no compiled step"
+        )
+        return replace(kernels, layers=found, graph=kernels.graph or why)
     extension = _extension
     if not kernels.native or extension is None:
         return kernels

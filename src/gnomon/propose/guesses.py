@@ -134,6 +134,14 @@ class RowGuesses:
         rate = self.rate(guess.source, guess.grade, guess.prior)
         return Chance(rate.first.value, rate.later.value, len(guess.tokens))
 
+    def first(self, guess: Guess) -> float:
+        """How likely a guess begins rightly; without end where it is asserted: it comes, whatever that costs."""
+        if guess.asserted:
+            return float("inf")
+        if guess.certain:
+            return 1.0
+        return self.rate(guess.source, guess.grade, guess.prior).first.value
+
     def rate(self, source: str, grade: int, prior: float) -> Rate:
         key = source, grade
         if key not in self._rates:

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 MARGIN = 0.03
 """Speculation must promise so much more than plain decoding, since both sides of the comparison are estimates."""
 
+MOST_GUESSES = 16
+"""Most tokens guessed for a row and step."""
+
 MEMORY_PLAIN, MEMORY_WINDOW = 0.95, 0.8
 """How much of what was known of the cost of steps stays after another one."""
 FORGET = 1 / 256
@@ -46,6 +49,7 @@ class Curve:
 
     _known: dict[tuple[int, float], float] = field(default_factory=dict[tuple[int, float], float], repr=False)
     _windows: dict[int, list[float]] = field(default_factory=dict[int, list[float]], repr=False)
+    _least: dict[int, float] = field(default_factory=dict[int, float], repr=False)
 
     def step(self, num_rows: int) -> float:
         """Seconds of a plain step."""
@@ -62,6 +66,14 @@ class Curve:
         while len(costs) <= most:
             costs.append(self.window(num_rows, 1 + len(costs) / num_rows))
         return costs
+
+    def least_chance(self, num_rows: int) -> float:
+        """No window of these rows makes more than plain steps unless its guesses are right more often than this, on the average."""
+        if num_rows not in self._least:
+            costs = self.windows_of(num_rows, MOST_GUESSES * num_rows)
+            plain = (1 + MARGIN) * num_rows / self.step(num_rows)
+            self._least[num_rows] = min((plain * costs[n] - num_rows) / n for n in range(1, len(costs)))
+        return self._least[num_rows]
 
     def _at(self, num_rows: int, width: float) -> float:
         key = num_rows, width

@@ -42,7 +42,8 @@ class Strict(Proposer):
         """Complete calls could not be read."""
 
     def propose(self, prompt: Sequence[int], generated: Sequence[int], limit: int) -> Sequence[int]:  # noqa: ARG002
-        self._follow(generated)
+        if self.waits:
+            self._follow(generated)
         if not self.waits:
             return ()
         if not self._queue and not self._stream.pending:

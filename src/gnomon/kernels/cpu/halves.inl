@@ -2,36 +2,41 @@
 //
 // An activation is 256 times a signed byte and another one. A register of codes as bytes is multiplied by either; pairs of products are added in 16
 // bits, where a block's sum fits (15 * 128 * 32 / 2 = 30,720), and a block's sums enter 32 bits. What bounds this is instructions: the ports take about
-// 3.2 a cycle of as many multiplications as additions. One or two rows pass by both registers of a tile at once, so that an activation is spread over a
-// register once; three or four, whose sums fill the registers, by one after the other. More rows than that pass in turn, and all but the first
-// take the codes that the first unpacked, along one stretch of K before the next so that they stay in the first-level cache.
+// 3.2 a cycle of as many multiplications as additions, if little else is asked of them. So up to three rows, whose sums fill the registers, pass by both
+// registers of a tile at once, and an activation is spread over a register once. More rows pass in turn, and all but the first take the codes that
+// the first unpacked, along one stretch of K before the next so that they stay in the first-level cache.
 namespace gnomon::GNOMON_ISA {
 
 constexpr int SIDES = TILE / W;
+static_assert(SIDES == 2);
 constexpr int STRETCH_BLOCKS = 32;  // 16 KiB of codes as bytes
 constexpr int STRETCH_ROWS = 64;    // whose sums wait while others pass
-constexpr int MOST_IN_PASS = 4;
-constexpr int AHEAD = 8;  // blocks, for the words of three rows and more
+constexpr int MOST_IN_PASS = 3;     // rows
+constexpr int AHEAD = 8;            // blocks whose words are asked for when three rows pass
 
-// Where a pass has its codes from: words of a tile, and if they are to be KEPT it leaves them, [block][side][step].
+// Where a pass has its codes from: words of a tile, and if they are to be KEPT it leaves them, [block][step].
 enum Source { WORDS, WORDS_TO_KEEP, KEPT };
 
-INLINE vi product(vi codes, const int8_t* p) {
-  vi made;
-  asm("vpbroadcastd %1, %0\n\tvpmaddubsw %0, %2, %0" : "=&x"(made) : "m"(*(const int32_t*)p), "x"(codes));
-  return made;
-}
+struct Pair {
+  vi a, b;
+};
 // In one piece: GCC would load activations far ahead and have no registers left for sums.
-INLINE vi add_product(vi sum, vi codes, const int8_t* p) {
-  vi made;
-  asm("vpbroadcastd %2, %1\n\tvpmaddubsw %1, %3, %1\n\tvpaddw %1, %0, %0" : "+x"(sum), "=&x"(made) : "m"(*(const int32_t*)p), "x"(codes));
+INLINE Pair add_products(Pair sum, Pair codes, const int8_t* p) {
+  vi made, more;
+  asm("vpbroadcastd %4, %2\n\tvpmaddubsw %2, %5, %3\n\tvpmaddubsw %2, %6, %2\n\tvpaddw %3, %0, %0\n\tvpaddw %2, %1, %1"
+      : "+x"(sum.a), "+x"(sum.b), "=&x"(made), "=&x"(more)
+      : "m"(*(const int32_t*)p), "x"(codes.a), "x"(codes.b));
   return sum;
 }
+INLINE Pair products(Pair codes, const int8_t* p) {
+  const vi x = four(p);
+  return Pair{_mm256_maddubs_epi16(codes.a, x), _mm256_maddubs_epi16(codes.b, x)};
+}
+INLINE vi widened(vi high, vi low) { return _mm256_add_epi32(_mm256_madd_epi16(high, _mm256_set1_epi16(256)), _mm256_madd_epi16(low, _mm256_set1_epi16(1))); }
 
 // Adds blocks `from` up to `to`, whole groups, of M rows of x to sums[M][TILE], which begin at block 0. OF_BLOCKS: groups of one block.
 template <int M, Source SOURCE, bool OF_BLOCKS>
-static void pass_along(const Weights& w, const Tile& tile, int from, int to, const float* x, vi* kept, float* sums) {
-  constexpr int C = M <= 2 ? SIDES : 1;  // at once
+static void pass_along(const Weights& w, const Tile& tile, int from, int to, const float* x, Pair* kept, float* sums) {
   const int per_span = OF_BLOCKS ? 1 : w.group / BLOCK;
   const size_t k = (size_t)w.k;
   const Type type = tile.type;
@@ -52,51 +57,32 @@ static void pass_along(const Weights& w, const Tile& tile, int from, int to, con
 #pragma GCC unroll 4
       for (int i = 0; i < 4; i++) __builtin_prefetch(words + (4 * AHEAD + i) * TILE);
     }
-#pragma GCC unroll 2
-    for (int side = 0; side < SIDES; side += C) {
-      vi high[M][C], low[M][C], word[C];
+    Pair high[M], low[M], word;
 #pragma GCC unroll 8
-      for (int s = 0; s < STEPS; s++) {
-        vi codes[C];
-#pragma GCC unroll 2
-        for (int c = 0; c < C; c++) {
-          vi* keep = kept + (side + c) * STEPS + s;
-          if constexpr (SOURCE == KEPT) {
-            codes[c] = *keep;
-          } else {
-            if (s % 2 == 0) word[c] = iload(words + s / 2 * TILE + (side + c) * W);
-            codes[c] = s % 2 ? high_halves(word[c]) : low_halves(word[c]);
-            if constexpr (SOURCE == WORDS_TO_KEEP) *keep = codes[c];
-          }
-        }
-#pragma GCC unroll 4
-        for (int m = 0; m < M; m++) {
-          const int8_t* p = q[m] + 8 * s;
-          if (C == 1) {
-            high[m][0] = s ? add_product(high[m][0], codes[0], p) : product(codes[0], p);
-            low[m][0] = s ? add_product(low[m][0], codes[0], p + 4) : product(codes[0], p + 4);
-          } else {
-            const Factors<2> f(p);
-#pragma GCC unroll 2
-            for (int c = 0; c < C; c++) {
-              const vi a = _mm256_maddubs_epi16(codes[c], f.x), e = _mm256_maddubs_epi16(codes[c], f.y);
-              high[m][c] = s ? in_turn(_mm256_add_epi16(high[m][c], a)) : a;
-              low[m][c] = s ? in_turn(_mm256_add_epi16(low[m][c], e)) : e;
-            }
-          }
-        }
+    for (int s = 0; s < STEPS; s++) {
+      Pair codes;
+      if constexpr (SOURCE == KEPT) {
+        codes = kept[s];
+      } else {
+        if (s % 2 == 0) word = Pair{iload(words + s / 2 * TILE), iload(words + s / 2 * TILE + W)};
+        codes = s % 2 ? Pair{high_halves(word.a), high_halves(word.b)} : Pair{low_halves(word.a), low_halves(word.b)};
+        if constexpr (SOURCE == WORDS_TO_KEEP) kept[s] = codes;
       }
 #pragma GCC unroll 4
-      for (int m = 0; m < M; m++)
-#pragma GCC unroll 2
-        for (int c = 0; c < C; c++) {
-          const vi wide = _mm256_add_epi32(_mm256_madd_epi16(high[m][c], _mm256_set1_epi16(256)), _mm256_madd_epi16(low[m][c], _mm256_set1_epi16(1)));
-          total[m][side + c] = _mm256_add_epi32(total[m][side + c], wide);
-        }
+      for (int m = 0; m < M; m++) {
+        const int8_t* p = q[m] + 8 * s;
+        high[m] = s ? add_products(high[m], codes, p) : products(codes, p);
+        low[m] = s ? add_products(low[m], codes, p + 4) : products(codes, p + 4);
+      }
+    }
+#pragma GCC unroll 4
+    for (int m = 0; m < M; m++) {
+      total[m][0] = _mm256_add_epi32(total[m][0], widened(high[m].a, low[m].a));
+      total[m][1] = _mm256_add_epi32(total[m][1], widened(high[m].b, low[m].b));
     }
 #pragma GCC unroll 4
     for (int m = 0; m < M; m++) q[m] += 2 * BLOCK;
-    words += 4 * TILE, kept += SIDES * STEPS;
+    words += 4 * TILE, kept += STEPS;
     if (--left) continue;
     left = per_span;
 #pragma GCC unroll 2
@@ -116,21 +102,20 @@ static void pass_along(const Weights& w, const Tile& tile, int from, int to, con
     for (int c = 0; c < SIDES; c++) store(sums + m * TILE + c * W, acc[m][c]);
 }
 template <int M, Source SOURCE>
-INLINE void pass(const Weights& w, const Tile& tile, int from, int to, const float* x, vi* kept, float* sums) {
+INLINE void pass(const Weights& w, const Tile& tile, int from, int to, const float* x, Pair* kept, float* sums) {
   if (w.group == BLOCK) pass_along<M, SOURCE, true>(w, tile, from, to, x, kept, sums);
   else pass_along<M, SOURCE, false>(w, tile, from, to, x, kept, sums);
 }
-template <Source SOURCE> INLINE void pass(int rows, const Weights& w, const Tile& tile, int from, int to, const float* x, vi* kept, float* sums) {
+template <Source SOURCE> INLINE void pass(int rows, const Weights& w, const Tile& tile, int from, int to, const float* x, Pair* kept, float* sums) {
   switch (rows) {
     case 1: return pass<1, SOURCE>(w, tile, from, to, x, kept, sums);
     case 2: return pass<2, SOURCE>(w, tile, from, to, x, kept, sums);
-    case 3: return pass<3, SOURCE>(w, tile, from, to, x, kept, sums);
-    default: return pass<4, SOURCE>(w, tile, from, to, x, kept, sums);
+    default: return pass<3, SOURCE>(w, tile, from, to, x, kept, sums);
   }
 }
 
 static void multiply_by_halves(const Weights& w, int n0, int n1, const float* x, int rows, float* y, int64_t ldy, float* scratch) {
-  vi* kept = (vi*)scratch;
+  Pair* kept = (Pair*)scratch;
   float *sums = scratch + STRETCH_BLOCKS * STEPS * TILE, *room = sums + STRETCH_ROWS * TILE;
   // Stretches as even as can be, of whole groups.
   const int blocks = w.k / BLOCK, groups = w.k / w.group, parts = (blocks + STRETCH_BLOCKS - 1) / STRETCH_BLOCKS;

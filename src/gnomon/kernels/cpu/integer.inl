@@ -10,6 +10,12 @@ namespace gnomon::GNOMON_ISA {
 constexpr int STEPS = BLOCK / 4;  // of four codes in a block
 // Most rows of x that pass over words while they are unpacked, and the tile of rows by registers of columns for more.
 constexpr int FEW = W == 16 ? 8 : 4, SOME_COLUMNS = W == 16 ? 2 : 1;
+// Up to so many rows, unpacking words of tiles for every FEW of them costs less than a panel.
+#if defined(__AVX512VNNI__)
+constexpr int UNPACKED_AGAIN = 48;
+#else
+constexpr int UNPACKED_AGAIN = 0;
+#endif
 template <int BYTES> constexpr int SOME_ROWS = W == 16 && BYTES == 1 ? 6 : 4;
 template <int BYTES> INLINE int blocks_of_span(const Weights& w) { return BYTES == 1 ? 1 : w.group / BLOCK; }
 
@@ -293,6 +299,7 @@ static void some_rows(const Weights& w, const float* x, const uint32_t* panel, c
 }
 
 // Asks the second-level cache for parts [part, to) of `parts` of what columns [n, n + columns) of a matrix are stored as, tiled or not.
+// Always inline: GCC takes a function that only asks for one without effects, and drops its calls.
 INLINE void fetch(const Weights& w, int64_t n, int columns, int part, int to, int parts) {
   const int64_t scales = (int64_t)(w.k / w.group) * (int64_t)type_size(w.scale_type), each[3] = {w.row_bytes, scales, scales};
   const char* from[3] = {(const char*)w.data, (const char*)w.scales, (const char*)w.biases};
@@ -303,22 +310,34 @@ INLINE void fetch(const Weights& w, int64_t n, int columns, int part, int to, in
 }
 
 template <int BITS, int BYTES>
-static void multiply_by_panels(const Weights& w, int n0, int n1, const float* x, int rows, float* y, int64_t ldy, float* scratch) {
-  if (rows <= FEW) {
+static void multiply_few(const Weights& w, int n0, int n1, const float* x, int rows, float* y, int64_t ldy, float* scratch) {
+  switch (rows) {
+    case 1: return few_rows<BITS, BYTES, 1>(w, n0, n1, x, y, ldy, scratch);
+    case 2: return few_rows<BITS, BYTES, 2>(w, n0, n1, x, y, ldy, scratch);
+    case 3: return few_rows<BITS, BYTES, 3>(w, n0, n1, x, y, ldy, scratch);
+    case 4: return few_rows<BITS, BYTES, 4>(w, n0, n1, x, y, ldy, scratch);
+  }
+  if constexpr (FEW > 4) {
     switch (rows) {
-      case 1: return few_rows<BITS, BYTES, 1>(w, n0, n1, x, y, ldy, scratch);
-      case 2: return few_rows<BITS, BYTES, 2>(w, n0, n1, x, y, ldy, scratch);
-      case 3: return few_rows<BITS, BYTES, 3>(w, n0, n1, x, y, ldy, scratch);
-      case 4: return few_rows<BITS, BYTES, 4>(w, n0, n1, x, y, ldy, scratch);
+      case 5: return few_rows<BITS, BYTES, 5>(w, n0, n1, x, y, ldy, scratch);
+      case 6: return few_rows<BITS, BYTES, 6>(w, n0, n1, x, y, ldy, scratch);
+      case 7: return few_rows<BITS, BYTES, 7>(w, n0, n1, x, y, ldy, scratch);
+      case 8: return few_rows<BITS, BYTES, 8>(w, n0, n1, x, y, ldy, scratch);
     }
-    if constexpr (FEW > 4) {
-      switch (rows) {
-        case 5: return few_rows<BITS, BYTES, 5>(w, n0, n1, x, y, ldy, scratch);
-        case 6: return few_rows<BITS, BYTES, 6>(w, n0, n1, x, y, ldy, scratch);
-        case 7: return few_rows<BITS, BYTES, 7>(w, n0, n1, x, y, ldy, scratch);
-        case 8: return few_rows<BITS, BYTES, 8>(w, n0, n1, x, y, ldy, scratch);
+  }
+}
+
+template <int BITS, int BYTES>
+static void multiply_by_panels(const Weights& w, int n0, int n1, const float* x, int rows, float* y, int64_t ldy, float* scratch) {
+  if (rows <= FEW) return multiply_few<BITS, BYTES>(w, n0, n1, x, rows, y, ldy, scratch);
+  if (rows <= UNPACKED_AGAIN && n1 <= w.tiled) {
+    for (int n = n0; n < n1; n += TILE)
+      for (int m = 0, some; m < rows; m += some) {
+        some = tile_height(rows, m, FEW);
+        fetch(w, n + TILE, TILE, m, m + some, rows);
+        multiply_few<BITS, BYTES>(w, n, n + TILE, x + (size_t)m * w.k, some, y + m * ldy + (n - n0), ldy, scratch);
       }
-    }
+    return;
   }
   constexpr int C = SOME_COLUMNS;
   const size_t wide = (size_t)w.k / 4 * W, groups = (size_t)w.k / w.group * W;

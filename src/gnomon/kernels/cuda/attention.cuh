@@ -14,16 +14,47 @@ constexpr int MOST_STRETCHES = 32;
 __device__ __forceinline__ float low(unsigned v) { return __uint_as_float(v << 16); }
 __device__ __forceinline__ float high(unsigned v) { return __uint_as_float(v & 0xffff0000u); }
 
+__device__ __forceinline__ float widen(__nv_bfloat16 v) { return __bfloat162float(v); }
+__device__ __forceinline__ float widen(float v) { return v; }
+template <typename T>
+__device__ __forceinline__ T round_to(float v);
+template <>
+__device__ __forceinline__ __nv_bfloat16 round_to(float v) { return __float2bfloat16_rn(v); }
+template <>
+__device__ __forceinline__ float round_to(float v) { return v; }
+
+// Eight elements, in pairs.
+template <typename T>
+struct Eight;
+template <>
+struct Eight<__nv_bfloat16> {
+  uint4 v;
+  __device__ __forceinline__ void load(const __nv_bfloat16* from) { v = *reinterpret_cast<const uint4*>(from); }
+  __device__ __forceinline__ unsigned word(int i) const { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+  __device__ __forceinline__ float first(int i) const { return low(word(i)); }
+  __device__ __forceinline__ float second(int i) const { return high(word(i)); }
+};
+template <>
+struct Eight<float> {
+  float4 v[2];
+  __device__ __forceinline__ void load(const float* from) {
+    v[0] = reinterpret_cast<const float4*>(from)[0], v[1] = reinterpret_cast<const float4*>(from)[1];
+  }
+  __device__ __forceinline__ float first(int i) const { return i & 1 ? v[i >> 1].z : v[i >> 1].x; }
+  __device__ __forceinline__ float second(int i) const { return i & 1 ? v[i >> 1].w : v[i >> 1].y; }
+};
+
+template <typename T>
 struct Cache {
-  __nv_bfloat16* keys;
-  __nv_bfloat16* values;
+  T* keys;
+  T* values;
   long long row, head, slot;                    // strides of keys
   long long value_row, value_head, value_slot;  // strides of values
 };
 
 // x [heads * D] raw -> norm (if weight) -> rotation, in float32 in `into` [heads][D].
-template <int D>
-__device__ __forceinline__ void turn(const __nv_bfloat16* x, int heads, const __nv_bfloat16* weight, float eps, const float* cosine,
+template <int D, typename T>
+__device__ __forceinline__ void turn(const T* x, int heads, const T* weight, float eps, const float* cosine,
                                      const float* sine, bool traditional, float* into) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   for (int h = warp; h < heads; h += ATTENTION_WARPS) {
@@ -31,7 +62,7 @@ __device__ __forceinline__ void turn(const __nv_bfloat16* x, int heads, const __
     if (weight) {
       float sum = 0.0f;
       for (int d = lane; d < D; d += 32) {
-        const float v = __bfloat162float(x[h * D + d]);
+        const float v = widen(x[h * D + d]);
         sum += v * v;
       }
 #pragma unroll
@@ -40,10 +71,10 @@ __device__ __forceinline__ void turn(const __nv_bfloat16* x, int heads, const __
     }
     for (int i = lane; i < D / 2; i += 32) {
       const int a = traditional ? 2 * i : i, b = traditional ? 2 * i + 1 : i + D / 2;
-      float p = __bfloat162float(x[h * D + a]), q = __bfloat162float(x[h * D + b]);
+      float p = widen(x[h * D + a]), q = widen(x[h * D + b]);
       if (weight) {
-        p = __bfloat162float(__float2bfloat16_rn(p * factor * __bfloat162float(weight[a])));
-        q = __bfloat162float(__float2bfloat16_rn(q * factor * __bfloat162float(weight[b])));
+        p = widen(round_to<T>(p * factor * widen(weight[a])));
+        q = widen(round_to<T>(q * factor * widen(weight[b])));
       }
       into[h * D + a] = p * cosine[i] - q * sine[i];
       into[h * D + b] = p * sine[i] + q * cosine[i];
@@ -69,11 +100,11 @@ __device__ __forceinline__ float weight_of(float score, float most) { return mos
 
 // qkv [B, (q_heads + 2 kv_heads) * D]; HEADS query heads of one kv head per block; out [B, q_heads * D];
 // parts [B * groups, MOST_STRETCHES, HEADS, D + 2] and counters [B * groups], zero before and after.
-template <int D, int HEADS, bool NORMED>
-__device__ __forceinline__ void attend(const __nv_bfloat16* qkv, Cache cache, const int* lengths, const float* inverse,
-                                       const __nv_bfloat16* q_norm, const __nv_bfloat16* k_norm, float eps, int q_heads, int kv_heads,
-                                       float scale, bool traditional, int* counters, __nv_bfloat16* out, float* parts) {
-  constexpr int PIECES = D / 64, E = PIECES * 8, UNROLL = HEADS * PIECES > 4 ? 2 : 4, KEYS = ATTENTION_WARPS * 4;
+template <int D, int HEADS, bool NORMED, typename T>
+__device__ __forceinline__ void attend(const T* qkv, Cache<T> cache, const int* lengths, const float* inverse, const T* q_norm,
+                                       const T* k_norm, float eps, int q_heads, int kv_heads, float scale, bool traditional, int* counters,
+                                       T* out, float* parts) {
+  constexpr int PIECES = D / 64, E = PIECES * 8, UNROLL = HEADS * PIECES * (int)sizeof(T) > 8 ? 2 : 4, KEYS = ATTENTION_WARPS * 4;
   __shared__ float cosine[D / 2], sine[D / 2], q_new[HEADS * D], k_new[D];
   __shared__ float most[ATTENTION_WARPS][HEADS], sums[ATTENTION_WARPS][HEADS], outs[ATTENTION_WARPS][HEADS][D];
   __shared__ int is_last;
@@ -88,15 +119,15 @@ __device__ __forceinline__ void attend(const __nv_bfloat16* qkv, Cache cache, co
 
   for (int i = threadIdx.x; i < D / 2; i += ATTENTION_WARPS * 32) sincosf((float)length * inverse[i], &sine[i], &cosine[i]);
   __syncthreads();
-  const __nv_bfloat16* row = qkv + (size_t)b * (q_heads + 2 * kv_heads) * D;
-  turn<D>(row + head0 * D, HEADS, NORMED ? q_norm : nullptr, eps, cosine, sine, traditional, q_new);
-  const __nv_bfloat16* v_new = row + (q_heads + kv_heads + kv) * D;
+  const T* row = qkv + (size_t)b * (q_heads + 2 * kv_heads) * D;
+  turn<D, T>(row + head0 * D, HEADS, NORMED ? q_norm : nullptr, eps, cosine, sine, traditional, q_new);
+  const T* v_new = row + (q_heads + kv_heads + kv) * D;
   if (has_new) {
-    turn<D>(row + (q_heads + kv) * D, 1, NORMED ? k_norm : nullptr, eps, cosine, sine, traditional, k_new);
+    turn<D, T>(row + (q_heads + kv) * D, 1, NORMED ? k_norm : nullptr, eps, cosine, sine, traditional, k_new);
     __syncthreads();
     for (int d = threadIdx.x; d < D; d += ATTENTION_WARPS * 32) {
-      const __nv_bfloat16 k = __float2bfloat16_rn(k_new[d]);
-      k_new[d] = __bfloat162float(k);
+      const T k = round_to<T>(k_new[d]);
+      k_new[d] = widen(k);
       if (sub == 0) {
         cache.keys[b * cache.row + kv * cache.head + length * cache.slot + d] = k;
         cache.values[b * cache.value_row + kv * cache.value_head + length * cache.value_slot + d] = v_new[d];
@@ -116,17 +147,17 @@ __device__ __forceinline__ void attend(const __nv_bfloat16* qkv, Cache cache, co
 
   Partial<HEADS, E> mine;
   mine.clear();
-  const __nv_bfloat16* keys = cache.keys + b * cache.row + kv * cache.head + in8 * 8;
-  const __nv_bfloat16* values = cache.values + b * cache.value_row + kv * cache.value_head + in8 * 8;
+  const T* keys = cache.keys + b * cache.row + kv * cache.head + in8 * 8;
+  const T* values = cache.values + b * cache.value_row + kv * cache.value_head + in8 * 8;
   for (int base = k0 + warp * 4; base < k1; base += KEYS * UNROLL) {
-    uint4 k[UNROLL][PIECES], v[UNROLL][PIECES];
+    Eight<T> k[UNROLL][PIECES], v[UNROLL][PIECES];
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u) {
       const long long key = min(base + place + KEYS * u, k1 - 1);
 #pragma unroll
       for (int p = 0; p < PIECES; ++p) {
-        k[u][p] = *reinterpret_cast<const uint4*>(keys + key * cache.slot + p * 64);
-        v[u][p] = *reinterpret_cast<const uint4*>(values + key * cache.value_slot + p * 64);
+        k[u][p].load(keys + key * cache.slot + p * 64);
+        v[u][p].load(values + key * cache.value_slot + p * 64);
       }
     }
     float score[UNROLL][HEADS];
@@ -135,14 +166,12 @@ __device__ __forceinline__ void attend(const __nv_bfloat16* qkv, Cache cache, co
 #pragma unroll
       for (int h = 0; h < HEADS; ++h) score[u][h] = 0.0f;
 #pragma unroll
-      for (int p = 0; p < PIECES; ++p) {
-        const unsigned words[4] = {k[u][p].x, k[u][p].y, k[u][p].z, k[u][p].w};
+      for (int p = 0; p < PIECES; ++p)
 #pragma unroll
         for (int i = 0; i < 4; ++i)
 #pragma unroll
           for (int h = 0; h < HEADS; ++h)
-            score[u][h] = fmaf(high(words[i]), q[h][p * 8 + 2 * i + 1], fmaf(low(words[i]), q[h][p * 8 + 2 * i], score[u][h]));
-      }
+            score[u][h] = fmaf(k[u][p].second(i), q[h][p * 8 + 2 * i + 1], fmaf(k[u][p].first(i), q[h][p * 8 + 2 * i], score[u][h]));
 #pragma unroll
       for (int h = 0; h < HEADS; ++h)
 #pragma unroll
@@ -171,16 +200,14 @@ __device__ __forceinline__ void attend(const __nv_bfloat16* qkv, Cache cache, co
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u)
 #pragma unroll
-      for (int p = 0; p < PIECES; ++p) {
-        const unsigned words[4] = {v[u][p].x, v[u][p].y, v[u][p].z, v[u][p].w};
+      for (int p = 0; p < PIECES; ++p)
 #pragma unroll
         for (int i = 0; i < 4; ++i)
 #pragma unroll
           for (int h = 0; h < HEADS; ++h) {
-            mine.o[h][p * 8 + 2 * i] = fmaf(score[u][h], low(words[i]), mine.o[h][p * 8 + 2 * i]);
-            mine.o[h][p * 8 + 2 * i + 1] = fmaf(score[u][h], high(words[i]), mine.o[h][p * 8 + 2 * i + 1]);
+            mine.o[h][p * 8 + 2 * i] = fmaf(score[u][h], v[u][p].first(i), mine.o[h][p * 8 + 2 * i]);
+            mine.o[h][p * 8 + 2 * i + 1] = fmaf(score[u][h], v[u][p].second(i), mine.o[h][p * 8 + 2 * i + 1]);
           }
-      }
   }
   if (has_new && warp == 0) {
 #pragma unroll
@@ -200,7 +227,7 @@ __device__ __forceinline__ void attend(const __nv_bfloat16* qkv, Cache cache, co
         for (int p = 0; p < PIECES; ++p)
 #pragma unroll
           for (int e = 0; e < 8; ++e)
-            mine.o[h][p * 8 + e] = fmaf(own, __bfloat162float(v_new[p * 64 + in8 * 8 + e]), mine.o[h][p * 8 + e] * keep);
+            mine.o[h][p * 8 + e] = fmaf(own, widen(v_new[p * 64 + in8 * 8 + e]), mine.o[h][p * 8 + e] * keep);
       }
     }
   }
@@ -244,7 +271,7 @@ __device__ __forceinline__ void attend(const __nv_bfloat16* qkv, Cache cache, co
       sum = fmaf(sums[w][h], share, sum), o = fmaf(outs[w][h][d], share, o);
     }
     if (used == 1) {
-      out[((size_t)b * q_heads + head0 + h) * D + d] = __float2bfloat16_rn(o / sum);
+      out[((size_t)b * q_heads + head0 + h) * D + d] = round_to<T>(o / sum);
     } else {
       float* part = parts + (((size_t)of_row * MOST_STRETCHES + stretch) * HEADS + h) * (D + 2);
       part[d] = o;
@@ -269,7 +296,7 @@ __device__ __forceinline__ void attend(const __nv_bfloat16* qkv, Cache cache, co
       const float share = exp2f(part[s * step + D] - top);
       sum = fmaf(part[s * step + D + 1], share, sum), o = fmaf(part[s * step + d], share, o);
     }
-    out[((size_t)b * q_heads + head0 + h) * D + d] = __float2bfloat16_rn(o / sum);
+    out[((size_t)b * q_heads + head0 + h) * D + d] = round_to<T>(o / sum);
   }
   if (threadIdx.x == 0) counters[of_row] = 0;
 }

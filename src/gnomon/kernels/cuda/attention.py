@@ -1,10 +1,10 @@
 """Head norms, rotation, append and attention of one new token per row, in one launch.
 
 Contract
-    qkv          [B, (q heads + 2 kv heads) * D] bf16, D 64, 128 or 256
-    keys, values [rows, kv heads, slots, D] bf16, rows at least B, contiguous along D; slot `lengths[b]` of row b is written in place
+    qkv          [B, (q heads + 2 kv heads) * D] bf16 or f32, D 64, 128 or 256
+    keys, values [rows, kv heads, slots, D] of this type, rows at least B, whole along D; slot `lengths[b]` of row b is written in place
     lengths      int32 [B]: tokens per row before this one
-    result       [B, q heads * D] bf16
+    result       [B, q heads * D] of that type
 
 Arithmetic: float32; a row's keys are cut into stretches by its own length alone and added up in order, so a row doesn't depend, to the bit,
 on others or on the buffers' size.
@@ -20,6 +20,7 @@ import mlx.core as mx
 from gnomon.kernels.cuda.sources import AT_ONCE, Kernel, make
 
 HEAD_SIZES = frozenset({64, 128, 256})
+TYPES = {mx.bfloat16: "__nv_bfloat16", mx.float32: "float"}
 MOST_STRETCHES, STRETCH, BLOCK = 32, 128, 128
 
 
@@ -47,12 +48,13 @@ class Form:
 
 
 @cache
-def _kernel(form: Form) -> Kernel:
+def _kernel(form: Form, dtype: mx.Dtype) -> Kernel:
+    t = TYPES[dtype]
     norms = "q_norm, k_norm" if form.normed else "nullptr, nullptr"
     body = f"""{AT_ONCE}
-  const gnomon::Cache cache{{const_cast<__nv_bfloat16*>(keys), const_cast<__nv_bfloat16*>(values),
+  const gnomon::Cache<{t}> cache{{const_cast<{t}*>(keys), const_cast<{t}*>(values),
       keys_strides[0], keys_strides[1], keys_strides[2], values_strides[0], values_strides[1], values_strides[2]}};
-  gnomon::attend<{form.size}, {form.heads_per_block}, {"true" if form.normed else "false"}>(
+  gnomon::attend<{form.size}, {form.heads_per_block}, {"true" if form.normed else "false"}, {t}>(
       qkv, cache, lengths, inverse, {norms}, {form.eps!r}f, {form.q_heads}, {form.kv_heads}, {form.scale!r}f,
       {"true" if form.traditional else "false"}, const_cast<int*>(counters), out, parts);
 """
@@ -76,10 +78,10 @@ def attend(
     """
     rows, blocks, heads = qkv.shape[0], form.blocks_per_row, form.heads_per_block
     stretches = min(MOST_STRETCHES, -(-keys.shape[2] // STRETCH))
-    return _kernel(form)(
+    return _kernel(form, qkv.dtype)(
         inputs=[qkv, keys, values, lengths, inverse, counters, *(norms or ())],
         output_shapes=[(rows, form.q_heads * form.size), (rows * blocks, MOST_STRETCHES, heads, form.size + 2)],
-        output_dtypes=[mx.bfloat16, mx.float32],
+        output_dtypes=[qkv.dtype, mx.float32],
         grid=(stretches * BLOCK, blocks, rows),
         threadgroup=(BLOCK, 1, 1),
     )[0]

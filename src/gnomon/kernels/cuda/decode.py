@@ -104,6 +104,7 @@ class Decoder:
         self, table: Weights, layers: Sequence[Layer], norm: mx.array, head: Weights, eps: float, watched: Sequence[Any]
     ) -> None:
         self.table = table
+        self.dtype = table.dtype
         self.layers = layers
         self.norm = norm
         self.head = head
@@ -151,7 +152,7 @@ class Decoder:
         """The forward of tokens [B, 1] over layer states, which keep the new keys and values; None if it can't be taken here."""
         if tokens.shape[0] > most_rows() or len(caches) != len(self.layers) or not self.is_current():
             return None
-        held = [_in_place(cache, layer.form.size) for cache, layer in zip(caches, self.layers, strict=True)]
+        held = [_in_place(cache, layer.form.size, self.dtype) for cache, layer in zip(caches, self.layers, strict=True)]
         found = [one for one in held if one is not None]
         if len(found) < len(held):
             return None
@@ -217,34 +218,38 @@ Codings = tuple[coded_attention.Pair | None, ...]
 """Which codes each layer's buffers hold, if any."""
 
 
-def _in_place(cache: Any, size: int) -> tuple[mx.array, mx.array, coded_attention.Pair | None] | None:
-    """Keys and values of heads of `size` in buffers with room for a token per row, and the codes they are held in; None if there are none
-    that the kernels take."""
+def _in_place(cache: Any, size: int, dtype: mx.Dtype) -> tuple[mx.array, mx.array, coded_attention.Pair | None] | None:
+    """Keys and values of heads of `size` and `dtype` in buffers with room for a token per row, and the codes they are held in; None if
+    there are none that the kernels take."""
     if hasattr(cache, "codes_in_place"):
-        found = cache.codes_in_place(size, mx.bfloat16)
-        is_taken = found is not None and (found[2] is None or coded_attention.why_not(found[2]) is None)
-        return found if is_taken else None
-    pair = cache.in_place() if hasattr(cache, "in_place") else None
-    return None if pair is None else (*pair, None)
+        found: tuple[mx.array, mx.array, coded_attention.Pair | None] | None = cache.codes_in_place(size, dtype)
+        if found is not None and found[2] is not None:
+            return found if coded_attention.why_not(found[2]) is None else None
+    else:
+        pair: tuple[mx.array, mx.array] | None = cache.in_place() if hasattr(cache, "in_place") else None
+        found = None if pair is None else (*pair, None)
+    return None if found is None or found[0].dtype != dtype else found
 
 
 class _Unknown(Exception):
     pass
 
 
-def _weights(owner: Any, name: str, watched: list[Any]) -> Weights:
+def _weights(owner: Any, name: str, watched: list[Any], dtype: mx.Dtype | None = None) -> Weights:
+    """Weights of `dtype`, or of any that a step has."""
     layer = owner.get(name)
     found = Weights.of(layer) if layer is not None else None
-    if found is None or found.dtype != mx.bfloat16:
-        raise _Unknown(f"{name} is {type(layer).__name__} of {getattr(layer, 'weight', mx.zeros(0)).dtype}")
+    if found is None or found.dtype not in ((dtype,) if dtype else attention.TYPES):
+        kept = None if layer is None else layer.get("scales", layer.get("weight"))
+        raise _Unknown(f"{name} is {type(layer).__name__} of {None if kept is None else kept.dtype}")
     watched += [(owner, name, layer), (layer, "weight", found.weight)]
     return found
 
 
-def _norm(owner: Any, name: str, watched: list[Any]) -> mx.array:
+def _norm(owner: Any, name: str, watched: list[Any], dtype: mx.Dtype) -> mx.array:
     layer = owner.get(name)
-    if type(layer) is not nn.RMSNorm or layer["weight"].dtype != mx.bfloat16:
-        raise _Unknown(f"{name} is {type(layer).__name__}")
+    if type(layer) is not nn.RMSNorm or layer["weight"].dtype != dtype:
+        raise _Unknown(f"{name} is {type(layer).__name__} of {getattr(layer, 'weight', mx.zeros(0)).dtype}")
     watched += [(owner, name, layer), (layer, "weight", layer["weight"])]
     return layer["weight"]
 
@@ -260,15 +265,15 @@ def _rotation(rope: Any, size: int) -> tuple[mx.array, bool]:
     raise _Unknown(f"rope is {type(rope).__name__}")
 
 
-def _layer(block: Any, eps: float, watched: list[Any]) -> Layer:
+def _layer(block: Any, eps: float, watched: list[Any], dtype: mx.Dtype) -> Layer:
     own = block.self_attn
     if getattr(block, "use_sliding", False):
         raise _Unknown("a layer has a sliding window")
-    q, k, v, o = (_weights(own, name, watched) for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
-    mlp = _routed(block.mlp, watched) if "switch_mlp" in block.mlp else _mlp(block.mlp, watched)
+    q, k, v, o = (_weights(own, name, watched, dtype) for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
+    mlp = _routed(block.mlp, watched, dtype) if "switch_mlp" in block.mlp else _mlp(block.mlp, watched, dtype)
     size = q.outputs // own.n_heads
     normed = "q_norm" in own
-    head_norms = (_norm(own, "q_norm", watched), _norm(own, "k_norm", watched)) if normed else None
+    head_norms = (_norm(own, "q_norm", watched, dtype), _norm(own, "k_norm", watched, dtype)) if normed else None
     head_eps = float(own.q_norm.eps) if normed else eps
     inverse, traditional = _rotation(own.rope, size)
     form = attention.Form(own.n_heads, own.n_kv_heads, size, float(own.scale), traditional, normed, head_eps)
@@ -278,14 +283,14 @@ def _layer(block: Any, eps: float, watched: list[Any]) -> Layer:
         raise _Unknown("projections of different bits")
     if any(w.outputs % 16 for w in (q, k, v, o)):
         raise _Unknown("widths that are no multiples of 16")
-    norms = [_norm(block, name, watched) for name in ("input_layernorm", "post_attention_layernorm")]
+    norms = [_norm(block, name, watched, dtype) for name in ("input_layernorm", "post_attention_layernorm")]
     if {float(block.input_layernorm.eps), float(block.post_attention_layernorm.eps)} != {eps}:
         raise _Unknown("norms with different eps")
     return Layer(q, k, v, o, mlp, norms[0], norms[1], head_norms, form, inverse)
 
 
-def _mlp(mlp: Any, watched: list[Any]) -> MLP:
-    gate, up, down = (_weights(mlp, name, watched) for name in ("gate_proj", "up_proj", "down_proj"))
+def _mlp(mlp: Any, watched: list[Any], dtype: mx.Dtype) -> MLP:
+    gate, up, down = (_weights(mlp, name, watched, dtype) for name in ("gate_proj", "up_proj", "down_proj"))
     if gate.kind != up.kind:
         raise _Unknown("projections of different bits")
     if gate.outputs % 16 or down.outputs % 16:
@@ -293,10 +298,10 @@ def _mlp(mlp: Any, watched: list[Any]) -> MLP:
     return MLP(gate, up, down)
 
 
-def _routed(block: Any, watched: list[Any]) -> RoutedMLP:
-    switch, router = block.switch_mlp, _weights(block, "gate", watched)
+def _routed(block: Any, watched: list[Any], dtype: mx.Dtype) -> RoutedMLP:
+    switch, router = block.switch_mlp, _weights(block, "gate", watched, dtype)
     made = Mixture.of(switch)
-    if isinstance(made, str) or made.gate.dtype != mx.bfloat16:
+    if isinstance(made, str) or made.gate.dtype != dtype:
         raise _Unknown(made if isinstance(made, str) else f"experts of {made.gate.dtype}")
     if router.outputs > experts.MOST_EXPERTS or router.bias is not None or block.sharding_group is not None:
         raise _Unknown(f"a router of {router.outputs}")
@@ -315,11 +320,12 @@ def _made(model: Any) -> Decoder:
     inner = model.model
     eps = float(inner.norm.eps)
     table = _weights(inner, "embed_tokens", watched)
-    norm = _norm(inner, "norm", watched)
-    head = table if model.args.tie_word_embeddings else _weights(model, "lm_head", watched)
+    dtype = table.dtype
+    norm = _norm(inner, "norm", watched, dtype)
+    head = table if model.args.tie_word_embeddings else _weights(model, "lm_head", watched, dtype)
     if table.inputs > 16 * 1024:
         raise _Unknown(f"rows of {table.inputs}")
-    layers = [_layer(block, eps, watched) for block in inner.layers]
+    layers = [_layer(block, eps, watched, dtype) for block in inner.layers]
     return Decoder(table, layers, norm, head, eps, watched)
 
 

@@ -1,5 +1,6 @@
 // Products of 1 to 32 rows with weights [N, K], for the tensor cores: mma.m16n8k16 with 16 rows of weights as its A and up to 8 rows of x as
-// its B. Codes stay whole numbers (exact in bf16 and f16); scales and biases are applied in float32 per group.
+// its B. Codes stay whole numbers (exact in bf16 and f16); scales and biases are applied in float32 per group. x of float32 goes through as
+// three numbers of bf16 that add up to it.
 //
 // A block takes TILES tiles of 16 rows of weights, then the next that are its own. Its warps take stages of K by turns, 128 bytes of every
 // row each, through a ring of their own in shared memory that runs on across tiles; x stays in shared memory where it fits. The warps' sums
@@ -31,6 +32,7 @@ struct Type;
 
 template <>
 struct Type<__nv_bfloat16> {
+  static constexpr int PARTS = 1;  // numbers that a value of x is, for the tensor cores
   static constexpr unsigned ONES = 0x3f803f80u;
   static __device__ __forceinline__ float wide(__nv_bfloat16 v) { return __bfloat162float(v); }
   static __device__ __forceinline__ __nv_bfloat16 narrow(float v) { return __float2bfloat16_rn(v); }
@@ -54,6 +56,7 @@ struct Type<__nv_bfloat16> {
 
 template <>
 struct Type<__half> {
+  static constexpr int PARTS = 1;
   static constexpr unsigned ONES = 0x3c003c00u;
   static __device__ __forceinline__ float wide(__half v) { return __half2float(v); }
   static __device__ __forceinline__ __half narrow(float v) { return __float2half_rn(v); }
@@ -75,6 +78,27 @@ struct Type<__half> {
     return minus(__byte_perm(q, 0x64646464u, I ? 0x4342 : 0x4140), 0x64806480u);
   }
 };
+
+// Three numbers of 8 bits each are a float32's 24. Sums keep what 128 more per code would cost of them.
+template <>
+struct Type<float> : Type<__nv_bfloat16> {
+  static constexpr int PARTS = 3;
+  static __device__ __forceinline__ float wide(float v) { return v; }
+  static __device__ __forceinline__ float narrow(float v) { return v; }
+  static constexpr float NIBBLE_ZERO = 0.0f;
+  static __device__ __forceinline__ unsigned nibbles(unsigned q, const Nibbles& c) {
+    unsigned a = c.of(q), zero = MAGIC;
+    __nv_bfloat162 d = __hsub2(*reinterpret_cast<__nv_bfloat162*>(&a), *reinterpret_cast<__nv_bfloat162*>(&zero));
+    return *reinterpret_cast<unsigned*>(&d);
+  }
+};
+
+// The next bf16 of two values, which keep the rest.
+__device__ __forceinline__ unsigned split(float& low, float& high) {
+  const __nv_bfloat16 a = __float2bfloat16_rn(low), b = __float2bfloat16_rn(high);
+  low -= __bfloat162float(a), high -= __bfloat162float(b);
+  return __byte_perm(__float_as_uint(__bfloat162float(a)), __float_as_uint(__bfloat162float(b)), 0x7632);
+}
 
 constexpr int WARPS = 8;
 
@@ -149,11 +173,14 @@ __device__ __forceinline__ void load_shared(unsigned at, unsigned* q) {
   }
 }
 
+// A word of scales.
 template <typename T>
 union Pair {
+  static constexpr int COUNT = 4 / sizeof(T);
   unsigned word;
-  T part[2];
+  T part[COUNT];
   __device__ Pair() {}
+  __device__ __forceinline__ T of(int group) const { return COUNT == 2 && group & 1 ? part[COUNT - 1] : part[0]; }
 };
 
 template <typename T>
@@ -173,7 +200,7 @@ struct Cut {
 };
 
 // What a warp takes at once, and where it lies in shared memory: the warps' rings, x, a row of zeros, sums. BITS 16 are dense weights.
-template <int BITS, int GROUP, typename C>
+template <int BITS, int GROUP, typename C, typename T = __half>
 struct Stage {
   static constexpr int VALUES = 1024 / BITS;                                // of K
   static constexpr int SUB = BITS != 16 && GROUP == 32 ? 32 : 64;           // values per unit: never of two groups
@@ -181,7 +208,9 @@ struct Stage {
   static constexpr int MMAS = SUB / 16;                                     // per unit
   static constexpr int WORDS = SUB * BITS / 128;                            // 32-bit words of codes per lane, row and unit
   static constexpr int GROUPS = BITS == 16 ? 0 : VALUES / GROUP;
-  static constexpr int SCALE_BYTES = BITS == 16 ? 0 : GROUPS == 1 ? 4 : 2 * GROUPS;  // per row of weights; a lone one lies in its half of a word
+  static constexpr int SIZE = sizeof(T);                                    // of a scale
+  static constexpr int SCALE_BYTES = BITS == 16 ? 0 : GROUPS == 1 ? 4 : SIZE * GROUPS;  // per row of weights; a lone short one lies in its half of a word
+  static constexpr bool HALVES = SIZE == 2 && GROUPS == 1;
   static constexpr int PIECES = VALUES / 8;                                 // of 16 bytes per row of x
   static constexpr int SCALES = C::TILES * 2048;
   static constexpr int BYTES = SCALES + C::TILES * 32 * SCALE_BYTES;
@@ -208,7 +237,7 @@ __device__ __forceinline__ void order(unsigned& v0, unsigned& v1, unsigned& v2, 
 // A warp's way through the weights: which rows of which weights it fetches for a set of tiles.
 template <typename T, int BITS, int GROUP, typename C>
 struct Rows {
-  using L = Stage<BITS, GROUP, C>;
+  using L = Stage<BITS, GROUP, C, T>;
   const char* w[C::TILES];  // this lane's piece of its first row
   const T* s[C::TILES];     // this lane's row of scales or biases
   int room[C::TILES];       // rows behind the first
@@ -234,7 +263,18 @@ struct Rows {
       }
       if constexpr (BITS != 16) {
         const unsigned into = to + L::SCALES + (i * 32 + lane) * L::SCALE_BYTES;
-        if (aligned) {
+        if constexpr (L::SIZE == 4) {
+          constexpr int PIECE = L::SCALE_BYTES < 16 ? L::SCALE_BYTES : 16;
+          if (aligned) {
+#pragma unroll
+            for (int q = 0; q < L::SCALE_BYTES; q += PIECE) copy_async<PIECE>(rings + into + q, s[i] + c * L::GROUPS + q / 4, PIECE);
+          } else {
+            for (int q = 0; q < L::GROUPS; ++q) {
+              const bool has = c * L::GROUPS + q < K / GROUP;
+              copy_async<4>(rings + into + 4 * q, has ? s[i] + c * L::GROUPS + q : s[i], has ? 4 : 0);
+            }
+          }
+        } else if (aligned) {
           copy_async<L::SCALE_BYTES>(rings + into, s[i] + (L::GROUPS == 1 ? c & ~1 : c * L::GROUPS), L::SCALE_BYTES);
         } else {
           for (int q = 0; q < L::GROUPS; ++q)
@@ -250,21 +290,35 @@ struct Rows {
 template <typename T, int BITS, int GROUP, typename C>
 __device__ __forceinline__ void multiply(int c, unsigned stage, unsigned xs, unsigned zeros, const T* x, int M, int K, const Nibbles& nibbles,
                                          float (&acc)[C::TILES][C::NT][4]) {
-  using L = Stage<BITS, GROUP, C>;
+  using L = Stage<BITS, GROUP, C, T>;
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   // What must be added per code: 8-bit ones come less 128, 4-bit ones may come with something added.
   const float ZERO = BITS == 8 ? 128.0f : -Type<T>::NIBBLE_ZERO;
 #pragma unroll
   for (int u = 0; u < L::UNITS; ++u) {
-    unsigned xw[C::NT][L::SUB / 8];
+    constexpr int PARTS = Type<T>::PARTS;
+    unsigned xw[PARTS][C::NT][L::SUB / 8];
 #pragma unroll
     for (int nt = 0; nt < C::NT; ++nt) {
       const int m = nt * 8 + g;
 #pragma unroll
       for (int j = 0; j < L::SUB / 32; ++j) {
         const int piece = u * (L::SUB / 8) + (BITS == 16 ? 4 * j + t : L::SUB / 32 * t + j);
-        unsigned(&v)[4] = reinterpret_cast<unsigned(&)[4]>(xw[nt][4 * j]);
-        if constexpr (C::X_STAYS && C::ROWS == 1) {
+        unsigned(&v)[4] = reinterpret_cast<unsigned(&)[4]>(xw[0][nt][4 * j]);
+        if constexpr (PARTS > 1) {
+          const int k = c * L::VALUES + piece * 8;
+          float4 low = make_float4(0.0f, 0.0f, 0.0f, 0.0f), high = low;
+          if (m < M && k < K) {
+            const float4* from = reinterpret_cast<const float4*>(x + (size_t)m * K + k);
+            low = from[0], high = from[1];
+          }
+#pragma unroll
+          for (int p = 0; p < PARTS; ++p) {
+            unsigned* w = &xw[p][nt][4 * j];
+            w[0] = split(low.x, low.y), w[1] = split(low.z, low.w), w[2] = split(high.x, high.y), w[3] = split(high.z, high.w);
+            if constexpr (BITS == 4) order(w[0], w[1], w[2], w[3]);
+          }
+        } else if constexpr (C::X_STAYS && C::ROWS == 1) {
           load_shared<4>((g ? zeros : xs) + (piece << 4), v);
         } else if constexpr (C::X_STAYS) {
           load_shared<4>(m < M ? xs + m * L::ROW + ((piece ^ L::turn_x(m)) << 4) : zeros + (piece << 4), v);
@@ -286,7 +340,9 @@ __device__ __forceinline__ void multiply(int c, unsigned stage, unsigned xs, uns
       for (int nt = 0; nt < C::NT; ++nt) {
         sums[nt][0] = sums[nt][1] = sums[nt][2] = sums[nt][3] = 0.0f;
 #pragma unroll
-        for (int j = 0; j < L::MMAS; ++j) Type<T>::mma(sums[nt], ones, xw[nt][2 * j], xw[nt][2 * j + 1]);
+        for (int j = 0; j < L::MMAS; ++j)
+#pragma unroll
+          for (int p = 0; p < PARTS; ++p) Type<T>::mma(sums[nt], ones, xw[p][nt][2 * j], xw[p][nt][2 * j + 1]);
       }
     }
 #pragma unroll
@@ -326,22 +382,23 @@ __device__ __forceinline__ void multiply(int c, unsigned stage, unsigned xs, uns
 #pragma unroll
         for (int nt = 0; nt < C::NT; ++nt) {
           if constexpr (BITS == 16) {
-            Type<T>::mma(acc[i][nt], a, xw[nt][2 * j], xw[nt][2 * j + 1]);
+            Type<T>::mma(acc[i][nt], a, xw[0][nt][2 * j], xw[0][nt][2 * j + 1]);
           } else {
-            Type<T>::mma(d[nt], a, xw[nt][2 * j], xw[nt][2 * j + 1]);
+#pragma unroll
+            for (int p = 0; p < PARTS; ++p) Type<T>::mma(d[nt], a, xw[p][nt][2 * j], xw[p][nt][2 * j + 1]);
           }
         }
       }
       if constexpr (BITS != 16) {
-        const int group = L::GROUPS == 1 ? c & 1 : u * L::SUB / GROUP;
-        const unsigned at = stage + L::SCALES + (i * 32 + g) * L::SCALE_BYTES + (group >> 1) * 4;
+        const int group = L::HALVES ? c & 1 : u * L::SUB / GROUP;
+        const unsigned at = stage + L::SCALES + (i * 32 + g) * L::SCALE_BYTES + (L::SIZE == 4 ? group : group >> 1) * 4;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           Pair<T> s, b;
           load_shared<1>(at + 8 * h * L::SCALE_BYTES, &s.word);
           load_shared<1>(at + (16 + 8 * h) * L::SCALE_BYTES, &b.word);
-          const float scale = Type<T>::wide(group & 1 ? s.part[1] : s.part[0]);
-          const float offset = fmaf(scale, ZERO, Type<T>::wide(group & 1 ? b.part[1] : b.part[0]));
+          const float scale = Type<T>::wide(s.of(group));
+          const float offset = fmaf(scale, ZERO, Type<T>::wide(b.of(group)));
 #pragma unroll
           for (int nt = 0; nt < C::NT; ++nt)
 #pragma unroll
@@ -369,7 +426,7 @@ __device__ __forceinline__ void find_factors(const float* squares, int stretches
 template <typename T, int BITS, int GROUP, typename C, typename Find, typename Finish>
 __device__ __forceinline__ void multiply_sets(int sets, bool aligned, const T* x, int M, int K, const float* squares, int stretches, float eps,
                                               float* factor, const Find& find, const Finish& finish) {
-  using L = Stage<BITS, GROUP, C>;
+  using L = Stage<BITS, GROUP, C, T>;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int stages = L::stages(K);
   const unsigned ring = warp * (C::DEPTH * L::BYTES), zeros = L::sums(K) - L::ROW;
@@ -392,6 +449,7 @@ __device__ __forceinline__ void multiply_sets(int sets, bool aligned, const T* x
   let_others_start();
   wait_for_others();
   const Nibbles nibbles(Type<T>::MAGIC);
+  static_assert(Type<T>::PARTS == 1 || !C::X_STAYS && BITS != 16, "float32 is read where it is, for codes");
   if constexpr (C::X_STAYS) {
     constexpr int BATCH = 8;
     const int rows_of_x = C::ROWS == 1 ? 1 : M, pieces = (stages - warp + WARPS - 1) / WARPS * rows_of_x * L::PIECES;
@@ -470,11 +528,11 @@ __device__ __forceinline__ float total(unsigned sums, int tile, int n, int m) {
 // Whether a stage's scales can be copied at once.
 template <typename T, int BITS, int GROUP, typename C>
 __device__ __forceinline__ bool is_aligned(const Weights<T>& part, int K) {
-  using L = Stage<BITS, GROUP, C>;
+  using L = Stage<BITS, GROUP, C, T>;
   if constexpr (BITS == 16) {
     return true;
   } else {
-    return K / GROUP % (L::SCALE_BYTES / 2) == 0 && ((size_t)part.s | (size_t)part.b) % L::SCALE_BYTES == 0;
+    return K / GROUP % (L::SCALE_BYTES / L::SIZE) == 0 && ((size_t)part.s | (size_t)part.b) % (L::SCALE_BYTES < 16 ? L::SCALE_BYTES : 16) == 0;
   }
 }
 
@@ -600,7 +658,10 @@ __device__ __forceinline__ void unpack(const Weights<T>& part, long long words, 
 #pragma unroll
   for (int j = 0; j < CODES; ++j)
     values[j] = Type<T>::narrow(fmaf((float)((word >> (BITS * j)) & ((1u << BITS) - 1u)), scale, bias));
-  if constexpr (BITS == 4) {
+  if constexpr (sizeof(T) == 4) {
+#pragma unroll
+    for (int j = 0; j < CODES / 4; ++j) reinterpret_cast<uint4*>(out)[i * (CODES / 4) + j] = reinterpret_cast<const uint4*>(values)[j];
+  } else if constexpr (BITS == 4) {
     reinterpret_cast<uint4*>(out)[i] = *reinterpret_cast<const uint4*>(values);
   } else {
     reinterpret_cast<uint2*>(out)[i] = *reinterpret_cast<const uint2*>(values);

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from gnomon.kernels.cuda import coded, experts, prompts, recurrent, windows
-from gnomon.kernels.cuda.products import TYPES, Weights, most_rows, product, unpack
+from gnomon.kernels.cuda.products import SCALED, Weights, most_rows, product, unpack
 from gnomon.kernels.dispatch import Operation, thread, uncovered
 
 
@@ -38,7 +38,7 @@ def _make(stock: Callable[..., mx.array], extension: ModuleType) -> Callable[...
         if thread.active:
             if not transpose or mode != "affine" or biases is None:
                 why = f"mode {mode}" if transpose else "weights that aren't transposed"
-            elif x.dtype != scales.dtype or x.dtype not in TYPES or not x.size:
+            elif x.dtype != scales.dtype or x.dtype not in SCALED or not x.size:
                 why = f"activations {x.shape} of {x.dtype} with scales of {scales.dtype}"
             else:
                 weights = Weights(w, scales, biases, None, bits or 4, group_size or 64)
@@ -54,7 +54,9 @@ def _make(stock: Callable[..., mx.array], extension: ModuleType) -> Callable[...
 
 
 ALL: tuple[Operation, ...] = (
-    Operation("quantized_matmul", mx, "quantized_matmul", _make, "affine, bits 4 8, groups 32 64 128, any rows"),
+    Operation(
+        "quantized_matmul", mx, "quantized_matmul", _make, "affine, bits 4 8, groups 32 64 128, bf16 f16 f32, any rows"
+    ),
     *windows.OPERATIONS,
     *coded.OPERATIONS,
     *prompts.OPERATIONS,

@@ -1,13 +1,13 @@
 """Products of a few rows with dense or affine-quantised weights, and what is fused around them.
 
 Contract
-    x          [M, K] bf16 or f16, M from 1 to 32, K a multiple of 64
-    weights    of x's type, dense [N, K] or 4 and 8 bits in groups of 32, 64 or 128 with scales and biases of x's type
+    x          [M, K] bf16, f16 or f32, M from 1 to 32, K a multiple of 64
+    weights    of x's type, dense [N, K] (bf16 and f16) or 4 and 8 bits in groups of 32, 64 or 128 with scales and biases of x's type
     result     x's type
 
 Arithmetic: products in the tensor cores with float32 sums over codes, which are exact; scales and biases in float32 per group; eight
-warps take K by turns and their sums are added in one order; one rounding to the result's type. An output depends, to the bit, on its row of
-x and its row of the weights alone, for every M.
+warps take K by turns and their sums are added in one order; one rounding to the result's type. x of f32 is three numbers of bf16 that add
+up to it, so nothing of it is lost. An output depends, to the bit, on its row of x and its row of the weights alone, for every M.
 
 A norm before a product is folded into it: who makes x also makes x times the norm's weight (rounded once) and its sums of squares, and the
 product is divided by the root of their mean at its end.
@@ -29,6 +29,8 @@ DENSE = 16
 BITS = frozenset({4, 8, DENSE})
 GROUPS = frozenset({32, 64, 128})
 TYPES = {mx.bfloat16: "__nv_bfloat16", mx.float16: "__half"}
+SCALED = {**TYPES, mx.float32: "float"}
+"""Types of x where weights are quantised."""
 MOST_ROWS = 32
 WARPS = 8
 """Per block; they share K, so this number is part of the arithmetic."""
@@ -102,7 +104,7 @@ class Weights:
         """What keeps these weights from the kernels, or None."""
         if self.bits not in BITS or self.group not in GROUPS:
             return f"{self.bits} bits in groups of {self.group}"
-        if self.dtype not in TYPES:
+        if self.dtype not in (TYPES if self.bits == DENSE else SCALED):
             return f"weights of {self.dtype}"
         if self.weight.ndim != 2 or self.inputs % 64 or self.inputs % self.group:
             return f"weights {self.weight.shape}"
@@ -145,18 +147,18 @@ class Cut:
     def type(self) -> str:
         return f"gnomon::Cut<{self.rows}, {self.tiles}, {self.depth}, {'true' if self.stays else 'false'}>"
 
-    def stage(self, bits: int, group: int) -> int:
-        """Bytes of weights that a warp takes at once (`gnomon::Stage::BYTES`)."""
-        scales = 0 if bits == DENSE else max(4, 2048 // bits // group)
+    def stage(self, bits: int, group: int, size: int = 2) -> int:
+        """Bytes of weights that a warp takes at once (`gnomon::Stage::BYTES`); `size` is a scale's."""
+        scales = 0 if bits == DENSE else max(4, size * (1024 // bits // group))
         return self.tiles * (2048 + 32 * scales)
 
-    def shared_memory(self, bits: int, group: int, inputs: int) -> int:
-        """Bytes per block for rows of `inputs` weights."""
+    def shared_memory(self, bits: int, group: int, inputs: int, size: int = 2) -> int:
+        """Bytes per block for rows of `inputs` weights whose scales take `size`."""
         values = 1024 // bits
         stages = -(-inputs // values)
         x = 2 * values * (1 + (WARPS * -(-stages // WARPS) * self.rows if self.stays else 0))
         sums = self.tiles * (16 if self.rows == 1 else 128 * (self.rows // 8)) * 4
-        return WARPS * (self.depth * self.stage(bits, group) + 2 * sums) + x
+        return WARPS * (self.depth * self.stage(bits, group, size) + 2 * sums) + x
 
     def blocks(self, sets: int) -> int:
         """Blocks for so many sets of tiles."""
@@ -171,6 +173,10 @@ class Cut:
         if not 1 <= rows <= MOST_ROWS:
             raise ValueError(f"rows must lie in 1..{MOST_ROWS}, got {rows}")
         bits = weights.bits
+        if weights.dtype == mx.float32:  # x's three parts take registers
+            return Cut(
+                next(m for m in (1, 8, 16, 32) if rows <= m), 1 if narrow else 2, 2, False, 2 if rows <= 8 else 1
+            )
         if rows == 1:
             if bits == DENSE:
                 tiles, depth, residents = (2, 3, 2) if paired else (1, 4, 3)
@@ -210,15 +216,16 @@ def _make(
     outputs: list[str],
     body: str,
     kind: tuple[int, int, bool],
+    dtype: mx.Dtype,
     cut: Cut,
     width: int,
 ) -> Kernel:
     bits, group, _ = kind
     body = f"""
   using Cut = {cut.type()};
-  static_assert(gnomon::Stage<{bits}, {group}, Cut>::BYTES == {cut.stage(bits, group)});
+  static_assert(gnomon::Stage<{bits}, {group}, Cut, {SCALED[dtype]}>::BYTES == {cut.stage(bits, group, dtype.size)});
 {body}"""
-    shared = cut.shared_memory(bits, group, width)
+    shared = cut.shared_memory(bits, group, width, dtype.size)
     return make(
         name,
         "linear.cuh",
@@ -236,14 +243,14 @@ def _make(
 def _plain(
     kinds: tuple[tuple[int, int, bool], ...], dtype: mx.Dtype, cut: Cut, width: int, eps: float | None
 ) -> Kernel:
-    t, (bits, group, _) = TYPES[dtype], kinds[0]
+    t, (bits, group, _) = SCALED[dtype], kinds[0]
     squares = "nullptr, 0, 0.0f" if eps is None else f"squares, squares_shape[1], {eps!r}f"
     body = f"""
   const gnomon::Weights<{t}> parts[] = {{{", ".join(_part(i, kind, t) for i, kind in enumerate(kinds))}}};
   gnomon::plain<{t}, {bits}, {group}, Cut, {len(kinds)}>(parts, x, x_shape[0], x_shape[1], {squares}, out);
 """
     names = ["x", *([] if eps is None else ["squares"]), *(n for i, kind in enumerate(kinds) for n in _names(i, kind))]
-    return _make("plain", names, ["out"], body, kinds[0], cut, width)
+    return _make("plain", names, ["out"], body, kinds[0], dtype, cut, width)
 
 
 def product(x: mx.array | Normed, *weights: Weights) -> mx.array:
@@ -265,12 +272,12 @@ def product(x: mx.array | Normed, *weights: Weights) -> mx.array:
 
 @cache
 def _gated(kind: tuple[int, int, bool], dtype: mx.Dtype, cut: Cut, width: int, eps: float) -> Kernel:
-    t, (bits, group, _) = TYPES[dtype], kind
+    t, (bits, group, _) = SCALED[dtype], kind
     body = f"""
   gnomon::gated<{t}, {bits}, {group}, Cut>(
       {_part(0, kind, t)}, {_part(1, kind, t)}, x, x_shape[0], x_shape[1], squares, squares_shape[1], {eps!r}f, out);
 """
-    return _make("gated", ["x", "squares", *_names(0, kind), *_names(1, kind)], ["out"], body, kind, cut, width)
+    return _make("gated", ["x", "squares", *_names(0, kind), *_names(1, kind)], ["out"], body, kind, dtype, cut, width)
 
 
 def gated(x: Normed, gate: Weights, up: Weights) -> mx.array:
@@ -287,13 +294,13 @@ def gated(x: Normed, gate: Weights, up: Weights) -> mx.array:
 
 @cache
 def _add(kind: tuple[int, int, bool], dtype: mx.Dtype, cut: Cut, width: int) -> Kernel:
-    t, (bits, group, _) = TYPES[dtype], kind
+    t, (bits, group, _) = SCALED[dtype], kind
     body = f"""
   gnomon::add<{t}, {bits}, {group}, Cut>(
       {_part(0, kind, t)}, x, x_shape[0], x_shape[1], residual, norm, h, hw, squares);
 """
     names = ["x", "residual", "norm", *_names(0, kind)]
-    return _make("add", names, ["h", "hw", "squares"], body, kind, cut, width)
+    return _make("add", names, ["h", "hw", "squares"], body, kind, dtype, cut, width)
 
 
 def add(x: mx.array, weights: Weights, residual: mx.array, norm: mx.array, eps: float) -> tuple[mx.array, Normed]:
@@ -312,7 +319,7 @@ def add(x: mx.array, weights: Weights, residual: mx.array, norm: mx.array, eps: 
 
 @cache
 def _embed(kind: tuple[int, int, bool], dtype: mx.Dtype, inputs: int) -> Kernel:
-    t, (bits, group, _) = TYPES[dtype], kind
+    t, (bits, group, _) = SCALED[dtype], kind
     body = f"""
   gnomon::embed<{t}, {bits}, {group}>(tokens, {_part(0, kind, t)}, norm_shape[0], norm, h, hw, squares);
 """
@@ -336,7 +343,7 @@ def embed(tokens: mx.array, table: Weights, norm: mx.array, eps: float) -> tuple
 
 @cache
 def _unpack(kind: tuple[int, int, bool], dtype: mx.Dtype) -> Kernel:
-    t, (bits, group, _) = TYPES[dtype], kind
+    t, (bits, group, _) = SCALED[dtype], kind
     body = f"""
   gnomon::unpack<{t}, {bits}, {group}>({_part(0, kind, t)}, (long long)w0_shape[0] * w0_shape[1], out);
 """

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import mlx.core as mx
 import numpy as np
@@ -47,14 +48,34 @@ def _chosen(tokens: int, top: int, seed: int) -> mx.array:
     return mx.contiguous(order[:, :top].astype(mx.uint32))
 
 
-def verify_experts() -> Iterator[Check]:
-    """The products with chosen experts, and the router."""
+def parts() -> list[Callable[[], Iterator[Check]]]:
+    """Products with chosen experts, the router, the gated delta rule, the mixer around it and the short convolution."""
+    found: list[Callable[[], Iterator[Check]]] = []
     for dtype in (mx.bfloat16, mx.float16):
         for bits, group in ((4, 32), (4, 64), (4, 128), (8, 32), (8, 64), (8, 128), (DENSE, 64)):
             if dtype == mx.float16 and group != 64:
                 continue
-            for n, k, top in ((80, 640, 3), (272, 2048, 8)):
-                yield from _mixture(bits, group, n, k, top, dtype)
+            found += [partial(_mixture, bits, group, *sizes, dtype) for sizes in ((80, 640, 3), (272, 2048, 8))]
+    for rule in (
+        (128, 128, 2, 4, False, mx.bfloat16, mx.float32),
+        (128, 48, 2, 2, True, mx.bfloat16, mx.float32),
+        (32, 20, 1, 3, False, mx.float32, mx.float32),
+        (256, 64, 1, 2, False, mx.float16, mx.float32),
+        (64, 64, 2, 2, False, mx.bfloat16, mx.bfloat16),
+    ):
+        found += [partial(_delta, *rule, tokens) for tokens in (1, 7, 40)]
+    for k_size, v_size, dtype in (
+        (128, 128, mx.bfloat16),
+        (64, 32, mx.float16),
+        (32, 256, mx.bfloat16),
+        (256, 256, mx.bfloat16),
+    ):
+        form = recurrent.Form(2, 4, k_size, v_size, 1e-6, dtype)
+        found += [partial(_mixer, form, joined) for joined in (True, False)]
+    return [*found, _route, _short_convolution]
+
+
+def _route() -> Iterator[Check]:
     for count, top in ((4, 2), (60, 4), (128, 8), (512, 10)):
         for dtype in (mx.bfloat16, mx.float16):
             logits = 3 * _random(7, count, seed=count, dtype=dtype)
@@ -175,26 +196,7 @@ def _rule(
     return np.stack(ys, 1), np.stack(states, 1), np.stack(sizes, 1)
 
 
-def verify_recurrent() -> Iterator[Check]:
-    """The gated delta rule, the mixer around it, and the short convolution."""
-    for size, rows, k_heads, v_heads, each, dtype, state_type in (
-        (128, 128, 2, 4, False, mx.bfloat16, mx.float32),
-        (128, 48, 2, 2, True, mx.bfloat16, mx.float32),
-        (32, 20, 1, 3, False, mx.float32, mx.float32),
-        (256, 64, 1, 2, False, mx.float16, mx.float32),
-        (64, 64, 2, 2, False, mx.bfloat16, mx.bfloat16),
-    ):
-        for tokens in (1, 7, 40):
-            yield from _delta(size, rows, k_heads, v_heads, each, dtype, state_type, tokens)
-    for k_size, v_size, dtype in (
-        (128, 128, mx.bfloat16),
-        (64, 32, mx.float16),
-        (32, 256, mx.bfloat16),
-        (256, 256, mx.bfloat16),
-    ):
-        form = recurrent.Form(2, 4, k_size, v_size, 1e-6, dtype)
-        for joined in (True, False):
-            yield from _mixer(form, joined)
+def _short_convolution() -> Iterator[Check]:
     for x_type, w_type in ((mx.bfloat16, mx.bfloat16), (mx.float32, mx.float32), (mx.float16, mx.float32)):
         x, w = _random(3, 11, 70, seed=1, dtype=x_type), _random(70, 4, 1, seed=2, dtype=w_type)
         poison()
