@@ -87,7 +87,7 @@ def test_a_base_model_is_told_of_raw(tmp_path):
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["--context-limit", "3"], "the context is 3 tokens"),
+        (["--context-limit", "3"], "maximum context length is 3 tokens"),
         (["--model", "/nowhere/at/all"], "/nowhere/at/all"),
     ],
 )
