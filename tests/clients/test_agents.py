@@ -10,6 +10,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -126,12 +127,9 @@ def helpers(repo: Path) -> Iterator[None]:
     """What an agent leaves running is ended: Cline keeps a hub."""
     yield
     for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            at_home = f"HOME={repo.parent / 'home'}\0".encode() in (entry / "environ").read_bytes()
-        except OSError:
-            continue
-        if at_home:
-            os.kill(int(entry.name), signal.SIGKILL)
+        with suppress(OSError):  # one that has gone by itself
+            if f"HOME={repo.parent / 'home'}\0".encode() in (entry / "environ").read_bytes():
+                os.kill(int(entry.name), signal.SIGKILL)
 
 
 @pytest.mark.usefixtures("helpers")
