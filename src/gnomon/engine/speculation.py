@@ -119,9 +119,10 @@ class Speculation:
         So rows whose guesses don't pay go on at the pace of plain steps, and where no guess could pay none is looked for. In a `flat`
         window each row has as many positions as it needs. Fails rows whose proposer raises.
         """
-        depth = 0
+        depth, self._tries = 0, False
         if not self._is_out(len(rows)):
-            depths, _ = self._choose(rows, [self._look(row) for row in rows], flat)
+            may_try = self.pace is not None and self.pace.may_try(len(rows))
+            depths, self._tries = self._choose(rows, [self._look(row) for row in rows], flat, may_try)
             depth = max(depths)
         self.depths[depth] = self.depths.get(depth, 0) + 1
         return depth > 0 or (self.draft is not None and self._is_probe_due(rows))
@@ -143,7 +144,7 @@ class Speculation:
     def drafts(self, rows: Sequence[Row], flat: bool = False) -> list[Sequence[int]]:
         """Each open row's guesses to verify, with everything read back. Fails rows whose proposer raises: they get none."""
         guesses = [self._look(row) for row in rows]
-        depths, self._tries = self._choose(rows, guesses, flat)
+        depths, self._tries = self._choose(rows, guesses, flat, self._tries)
         pays = any(depths)
         if not pays and self.draft is not None and self._is_probe_due(rows):
             depths = [1 for _ in rows]
@@ -205,7 +206,9 @@ class Speculation:
             return Chance(rate.first.value, rate.later.value, most)
         return Chance(0.0, 0.0, 0)
 
-    def _choose(self, rows: Sequence[Row], guesses: Sequence[Guess], flat: bool) -> tuple[list[int], bool]:
+    def _choose(
+        self, rows: Sequence[Row], guesses: Sequence[Guess], flat: bool, may_try: bool
+    ) -> tuple[list[int], bool]:
         """How many guesses of each row are worth a window, and whether it is only tried."""
         pace, num_rows = self.pace, len(rows)
         if pace is None:
@@ -218,11 +221,11 @@ class Speculation:
             depths = self._depths(pace, rows, guesses, flat)
             if any(depths):
                 return depths, False
-        if self.draft is None and pace.may_try(num_rows):
+        if self.draft is None and may_try:
             depths = self._depths(pace, rows, guesses, flat, is_try=True)
             if any(depths):
                 return depths, True
-            if least >= 1:
+            if least >= 1 or self._tries:
                 pace.looked_in_vain(num_rows)
         return [0] * num_rows, False
 

@@ -103,11 +103,17 @@ def best_depth(
     """
     num_rows = len(chances)
     best, best_rate = least, 0.0 if least else (1 + MARGIN) * num_rows / costs.step(num_rows)
-    for depth in range(max(1, least), max((one.most for one in chances), default=0) + 1):
-        expected = num_rows + sum(one.tokens(depth) for one in chances)
-        rate = expected / (costs.window(num_rows, 1 + depth) + draft_cost(depth))
-        if rate > best_rate:
-            best, best_rate = depth, rate
+    expected = float(num_rows)
+    going = [(chance.first, chance.later, chance.most) for chance in chances if chance.most]
+    depth = 0
+    while going:
+        depth += 1
+        expected += sum(right for right, _, _ in going)
+        if depth >= least:
+            rate = expected / (costs.window(num_rows, 1 + depth) + draft_cost(depth))
+            if rate > best_rate:
+                best, best_rate = depth, rate
+        going = [(right * later, later, most) for right, later, most in going if most > depth]
     return best
 
 
