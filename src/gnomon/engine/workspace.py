@@ -29,13 +29,14 @@ _MASK_BYTES: Final = 3
 class Workspace:
     """`pair_bytes` is what one query's score against one key takes in a layer, all heads together; 0 if scores are never held whole.
 
-    `key_bytes` is what a key and its value take in copies that the layers running at once make of theirs, `mask_bytes` what a query and a
-    key take in masks.
+    `key_bytes` is what a key and its value take in the copies that a layer makes of its own, `mask_bytes` what a query and a key take in
+    masks, which all layers share, and `layers` how many of them run at once.
     """
 
     pair_bytes: int = 0
     key_bytes: int = 0
     mask_bytes: int = 0
+    layers: int = 1
 
     def chunk(self, chunk: int, context: int) -> int:
         """`chunk`, halved until a window's scores against `context` keys stay within `LIMIT`, but not below `FEWEST`."""
@@ -48,8 +49,10 @@ class Workspace:
         return self.chunk(chunk, context) * context * self.pair_bytes
 
     def beside(self, chunk: int, context: int) -> int:
-        """Bytes of copies and masks in the widest window of a prompt that comes to `context` tokens."""
-        return context * (self.key_bytes + min(chunk, context) * self.mask_bytes)
+        """Bytes of copies, masks, and all layers' scores but one's in the widest window of a prompt that comes to `context` tokens."""
+        width = min(self.chunk(chunk, context), context)
+        held = self.layers * self.key_bytes + width * self.mask_bytes
+        return context * held + (self.layers - 1) * self.nbytes(chunk, context)
 
     def has_room(self, windows: Iterable[tuple[int, int]]) -> bool:
         """Whether prompts of (tokens to compute, context) may share a window."""
@@ -62,7 +65,7 @@ def workspace_of(loaded: LoadedModel, coding: Coding | None, *, paged: bool = Fa
     """What attention holds. Scores of the model's type: where keys are in 4 or 8 bits, not tiled and not read by a native kernel of the
     calling thread's, and where no fused kernel takes heads so wide or numbers of 4 bytes, on CUDA and in models of recurrent layers.
 
-    On CUDA also copies of a layer's keys and values, in layers that run at once: of the buffer that the window outgrew, of all that is
+    On CUDA also copies of a layer's keys and values: of the buffer that the window outgrew, of all that is
     `paged` or coded as the numbers it stands for, and of these filled up to a length that attention is planned for.
     """
     text, element = _text(loaded.config), _element(loaded)
@@ -77,7 +80,7 @@ def workspace_of(loaded: LoadedModel, coding: Coding | None, *, paged: bool = Fa
         return Workspace(pair)
     layer = 2 * int(text.get("num_key_value_heads") or heads) * width * element
     copies = 3 if coding is not None or paged else 2
-    return Workspace(pair, _AT_ONCE * copies * layer, _MASK_BYTES)
+    return Workspace(pair, copies * layer, _MASK_BYTES, _AT_ONCE)
 
 
 def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
