@@ -137,7 +137,7 @@ def test_vectors_of_long_texts_under_every_scheme(scheme: str) -> None:
     assert max(seen) == width
     assert len(seen) == math.ceil(700 / width) + 1
     for prompt, vector in zip((text, short), job.future.result(), strict=True):
-        state = Rig(loaded, kv=replace(kv, paged=False)).core.runner.new_state()
+        state, made = Rig(loaded, kv=replace(kv, paged=False)).core.runner.new_state(), mx.array(0)
         for start in range(0, len(prompt), width):
             window = prompt[start : start + width]
             with dispatch.step():
