@@ -4,8 +4,8 @@ steps, in process, over HTTP, and with the engine in a process of its own, in in
     uv run python benchmarks/http_cost.py MODEL [--rounds 5] [--tokens 300] [--rows 1 8 16] [--apis completions chat] [--isolate]
                                           [--device-ms 1.03 | --random-1b DIR --bits 4 --kernels native]
 
-With --device-ms no device is needed: the model is a tiny one that repeats the prompt's last token, and a step's result is there that
-long after the step before was ready, as a device's would be, while the engine's thread waits without the interpreter. A step is
+With --device-ms no device is needed: the forward computes nothing, a quarter of that time keeps the interpreter busy instead, and a
+step's result is there that long after the step before was ready, while the engine's thread waits without the interpreter. A step is
 counted between the first token of the row that began last and the last token of the row that ended first. The clients are one thread
 of another process that only reads; `late` is how long after the engine's last token it read the last event. CPU is the scheduler's, of
 the threads by name.
@@ -68,6 +68,7 @@ while left:
         if b"[DONE]" in data: left.discard(fd); poll.unregister(fd)
 print(json.dumps([last, reads, sum(events.values()) - skip * rows]))
 """
+VOCABULARY = 1024
 WORDS = ("wall", "engine", "server", "writer")
 
 
@@ -128,8 +129,12 @@ def named_threads() -> None:
     libc.prctl(29, 1, 0, 0, 0)  # PR_SET_TIMERSLACK, of this thread and those it begins: sleeps end when they should
 
 
+HOST = 0.25
+"""Share of a step's time that a simulated device's forward keeps the interpreter busy: about what building a graph of 16 layers takes."""
+
+
 class Device:
-    """Steps take their time one after the other; their results are waited for."""
+    """Steps take their time one after the other; their results are waited for. A forward computes nothing, and its likeliest token is 300."""
 
     def __init__(self, seconds: float) -> None:
         self.free = 0.0
@@ -145,6 +150,15 @@ class Device:
                 device.free = max(device.free, time.perf_counter()) + seconds
                 object.__setattr__(self, "ready", device.free)
 
+        def forward(model: llama.Model, inputs: mx.array, cache: Any = None) -> mx.array:  # noqa: ARG001  (as mlx-lm's)
+            end = time.perf_counter() + seconds * HOST
+            while time.perf_counter() < end:
+                pass
+            return mx.broadcast_to(logits, (*inputs.shape, len(logits)))
+
+        logits = mx.arange(VOCABULARY) == 300
+        mx.eval(logits)
+        llama.Model.__call__ = forward
         deliver = step.Stepper._deliver
 
         def delivered(stepper: step.Stepper, flight: Any) -> None:
@@ -158,18 +172,15 @@ class Device:
 
 
 def make_tiny(path: Path, like: Path) -> Path:
-    """A random model of a layer, whose likeliest token is always the one before: what a layer adds is small."""
+    """A random model of a layer, for a simulated device."""
     path.mkdir(parents=True, exist_ok=True)
     shape = {
-        "model_type": "llama", "hidden_size": 128, "num_hidden_layers": 1, "intermediate_size": 128, "num_attention_heads": 2,
-        "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "max_position_embeddings": 8192, "vocab_size": 1024,
+        "model_type": "llama", "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 32, "num_attention_heads": 1,
+        "num_key_value_heads": 1, "rms_norm_eps": 1e-5, "max_position_embeddings": 8192, "vocab_size": VOCABULARY,
         "tie_word_embeddings": True,
     }  # fmt: skip
-    mx.random.seed(0)
     model = llama.Model(llama.ModelArgs.from_dict(shape))
-    weights = {name: value * (30 if "embed" in name else 0.1) for name, value in tree_flatten(model.parameters())}
-    weights = {name: mx.ones_like(value) if "norm" in name else value for name, value in weights.items()}
-    mx.save_safetensors(str(path / "model.safetensors"), weights, {"format": "mlx"})
+    mx.save_safetensors(str(path / "model.safetensors"), dict(tree_flatten(model.parameters())), {"format": "mlx"})
     (path / "config.json").write_text(json.dumps(shape))
     for name in ("tokenizer.json", "special_tokens_map.json"):
         shutil.copy(like / name, path / name)
