@@ -187,7 +187,10 @@ class Assembly:
     def outlived(self) -> bool:
         """Every choice has had its last piece, and the engine still works on one."""
         choices = self.choices.values()
-        return all(choice.ended for choice in choices) and any(choice.running for choice in choices)
+        for choice in choices:
+            if not choice.ended:
+                return False
+        return any(choice.running for choice in choices)
 
     def feed(self, event: Event) -> list[Piece]:
         """Raises APIError when the event tells of a failure."""
