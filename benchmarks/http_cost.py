@@ -134,7 +134,7 @@ HOST = 0.25
 
 
 class Device:
-    """Steps take their time one after the other; their results are waited for. A forward computes nothing, and its likeliest token is 300."""
+    """Steps take their time one after the other; their results are waited for. A forward computes nothing: its likeliest token is 300."""
 
     def __init__(self, seconds: float) -> None:
         self.free = 0.0
