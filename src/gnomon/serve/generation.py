@@ -91,6 +91,13 @@ class Choice:
             self.reasoning_tokens += len(event.ids)
         self.held += event.logprobs
         self.ids += event.ids
+        if len(segments) == 1 and (self.extractor is None or segments[0].kind == "reasoning"):
+            logprobs, self.held = tuple(self.held), []
+            one = segments[0]
+            is_content = one.kind == "content"
+            return [
+                Piece(self.index, one.text if is_content else "", "" if is_content else one.text, logprobs=logprobs)
+            ]
         parts = self._parts(segments)
         if self.extractor is not None and self.extractor.over:
             self.ended = True
