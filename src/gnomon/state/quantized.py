@@ -225,6 +225,10 @@ class QuantizedLayer(LayerState):
                 storage.rollback([rows.width - rows.counts[0]])
             rows.commit()
 
+    def land(self) -> None:
+        for part in self._parts:
+            part.storage.land()
+
     def abort(self) -> None:
         for part in self._parts:
             part.storage.abort()
