@@ -21,6 +21,7 @@ import mlx.core as mx
 
 Grid = tuple[int, int, int]
 
+
 class Recorder(Protocol):
     """Takes down calls of kernels instead of running them."""
 
