@@ -3,6 +3,7 @@
 // A row's keys are cut into stretches whose length depends on the row's own length alone; a block of 4 warps takes one stretch of one group of
 // heads, 8 lanes a key. The last block of a row and group to finish adds the stretches up in order. So a row's result doesn't depend on
 // the other rows or on the size of the buffers. The new key and value are written in place: slot `length` of each row, which no block reads.
+// Keys and values of earlier steps are fetched to the second-level cache before the kernel in front, in a graph, has ended.
 #include <cuda_bf16.h>
 
 namespace gnomon {
@@ -111,13 +112,26 @@ __device__ __forceinline__ void attend(const T* qkv, Cache<T> cache, const int* 
   const int b = blockIdx.z, group = blockIdx.y, stretch = blockIdx.x;
   const int per_kv = q_heads / kv_heads / HEADS, kv = group / per_kv, sub = group % per_kv;
   const int head0 = kv * (q_heads / kv_heads) + sub * HEADS;
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
   const int length = lengths[b], size = STRETCH * (length / (STRETCH * MOST_STRETCHES) + 1), used = length / size + 1;
   if (stretch >= used) return;
   const int k0 = stretch * size, k1 = min(length, k0 + size);
+  constexpr int LINES = D * (int)sizeof(T) / 128;
+  for (int i = threadIdx.x; i < min(k1 - k0, STRETCH) * LINES; i += ATTENTION_WARPS * 32) {
+    const int d = i % LINES * (128 / (int)sizeof(T));
+    const long long key = k0 + i / LINES;
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(cache.keys + b * cache.row + kv * cache.head + key * cache.slot + d));
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(cache.values + b * cache.value_row + kv * cache.value_head + key * cache.value_slot + d));
+  }
   const bool has_new = stretch == used - 1;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, place = lane >> 3, in8 = lane & 7;
 
   for (int i = threadIdx.x; i < D / 2; i += ATTENTION_WARPS * 32) sincosf((float)length * inverse[i], &sine[i], &cosine[i]);
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
   __syncthreads();
   const T* row = qkv + (size_t)b * (q_heads + 2 * kv_heads) * D;
   turn<D, T>(row + head0 * D, HEADS, NORMED ? q_norm : nullptr, eps, cosine, sine, traditional, q_new);

@@ -17,7 +17,7 @@ from functools import cache
 
 import mlx.core as mx
 
-from gnomon.kernels.cuda.sources import AT_ONCE, Kernel, make
+from gnomon.kernels.cuda.sources import Kernel, make
 
 HEAD_SIZES = frozenset({64, 128, 256})
 TYPES = {mx.bfloat16: "__nv_bfloat16", mx.float32: "float"}
@@ -51,7 +51,7 @@ class Form:
 def _kernel(form: Form, dtype: mx.Dtype) -> Kernel:
     t = TYPES[dtype]
     norms = "q_norm, k_norm" if form.normed else "nullptr, nullptr"
-    body = f"""{AT_ONCE}
+    body = f"""
   const gnomon::Cache<{t}> cache{{const_cast<{t}*>(keys), const_cast<{t}*>(values),
       keys_strides[0], keys_strides[1], keys_strides[2], values_strides[0], values_strides[1], values_strides[2]}};
   gnomon::attend<{form.size}, {form.heads_per_block}, {"true" if form.normed else "false"}, {t}>(
