@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gnomon.kernels import build, dispatch, native
-from gnomon.kernels.cuda import decode, graphs, nvrtc, record, sources
+from gnomon.kernels.cuda import attention, decode, graphs, nvrtc, record, sources
 from gnomon.kernels.cuda.record import Plan, Symbol
 from kernels.test_build import fake_compiler
 from kernels.test_cuda import llama_model, prefilled
@@ -47,6 +47,37 @@ def test_a_step_is_taken_down_with_the_kernels_that_run_one_by_one() -> None:
     assert attend.grid == (4, 2, 3)  # stretches of 512 slots, blocks of two heads, rows
     assert any(array is model.model.layers[0].self_attn.q_proj.weight for array in plan.calls[2].inputs)
     assert sources.thread.recorder is None
+
+
+def test_a_windows_step_writes_keys_and_values_in_front_of_attention() -> None:
+    decoder = decode.Decoder.of(llama_model())
+    assert isinstance(decoder, decode.Decoder)
+    buffers = [mx.zeros((4, 2, 512, 64), dtype=mx.bfloat16)] * 4
+    plan = record.record([mx.zeros(12, dtype=mx.int32), *buffers], 12, decoder.chain)
+    layer = ["plain", "append", "attend", "add", "gated", "add"]
+    assert [c.kernel.name for c in plan.calls] == ["take", "embed", *layer, *layer, "plain"]
+    assert plan.result is not None
+    assert plan.result.shape == (12, 96)
+    append, attend = plan.calls[3:5]
+    assert (append.grid, attend.grid) == ((1, 1, 12), (4, 2, 12))
+    assert append.outputs[0] is attend.inputs[-1]  # or kernels one by one might change places
+    assert append.kernel.waits
+    assert attend.kernel.waits
+    plain = record.record([mx.zeros((12, 1), dtype=mx.int32), *buffers], 12, decoder.chain)
+    assert attend.kernel.full_name not in {c.kernel.full_name for c in plain.calls}
+
+
+@given(st.lists(st.tuples(st.integers(0, 2**21 - 40), st.integers(1, 16)), min_size=1, max_size=2), st.integers(0, 30))
+def test_a_spot_names_row_position_and_place(rows: list[tuple[int, int]], first: int) -> None:
+    places = [(i + first, start + n) for i, (start, count) in enumerate(rows) for n in range(count)]
+    found = attention.spots(places, 32)
+    assert len(found) == 32
+    last = found[len(places) - 1]
+    assert set(found[len(places) - 1 :]) == {last}
+    for spot, (row, position) in zip(found, places, strict=False):
+        assert 0 <= spot < 2**31
+        start = dict(enumerate(rows, first))[row][0]
+        assert (spot >> 26, spot & (2**21 - 1), spot >> 21 & 31) == (row, position, position - start)
 
 
 def test_the_text_of_a_kernel_declares_what_its_body_names() -> None:
@@ -124,7 +155,7 @@ class Maker:
         self.made: list[Made] = []
 
     def make(self, inputs: Sequence[mx.array], numbers: int, step: object, shape: list[int]) -> Made:
-        assert [numbers, 1, 96] == [inputs[0].shape[0], *shape[1:]]
+        assert [numbers, 1, 96] == [inputs[0].shape[0], *shape[1:]] == shape
         if self.error is not None:
             raise self.error
         self.made.append(Made([record.roomy(a.shape) for a in inputs]))
@@ -161,6 +192,34 @@ def test_a_graph_is_made_once_for_so_many_rows_and_slots(monkeypatch: pytest.Mon
     assert len(maker.made) == 3
     steps(decoder, one)
     assert len(maker.made) == 4
+
+
+def test_windows_share_graphs_of_a_few_sizes() -> None:
+    model = llama_model(num_hidden_layers=1)
+    decoder = decode.Decoder.of(model)
+    assert isinstance(decoder, decode.Decoder)
+    maker: Any = Maker()
+    decoder.graphs = maker
+    state = prefilled(model, [9, 4])
+    for counts, size in (([3, 3], 6), ([4, 1], 8), ([1, 4], 8), ([1, 1], None), ([4, 4], 8), ([20, 20], 32)):
+        width = max(counts)
+        state.begin(width, counts)
+        before = state.lengths
+        logits = decoder.step(mx.zeros((2, width), dtype=mx.int32), state.caches)
+        state.commit()
+        assert logits is not None
+        assert logits.shape == (2, width, 96)
+        if size is not None:
+            graph = next(m for m in maker.made if m.shapes[0] == (size,))
+            places = [(row, before[row] + i) for row in range(2) for i in range(width)]
+            expected = [
+                attention.spots(places[at : at + 32], size if at == 0 else 8) for at in range(0, len(places), 32)
+            ]
+            assert graph.lengths[-1] == expected[0]
+            assert len(expected) == 1 or maker.made[1].lengths[-1] == expected[1]
+        layer: Any = state.caches[0]
+        assert layer.appending is logits  # what whoever evaluates the states waits for
+    assert [m.shapes[0] for m in maker.made] == [(6,), (8,), (2, 1), (32,)]
 
 
 @pytest.mark.parametrize(
