@@ -21,6 +21,7 @@ from gnomon.state.codecs import Affine, Codec, Coding, Turbo
 from gnomon.state.codecs.codec import Fetched
 from gnomon.state.codecs.turbo import unrotate
 from kernels.test_cuda import llama_model, stand_in
+from kernels.test_cuda_graph import windows_and_steps
 
 
 @pytest.fixture
@@ -210,6 +211,23 @@ def test_rows_held_in_different_ways_are_the_models_own_forward() -> None:
     layer: Any = state.caches[0]
     assert layer.codes_in_place(64, mx.bfloat16) is None
     assert decoder.step(mx.zeros((2, 1), dtype=mx.int32), state.caches) is None
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("codec", [Affine(8), Affine(4), Turbo(8, 3)], ids=str)
+def test_a_windows_token_has_the_bits_of_a_step_over_codes(codec: Codec, tmp_path: Path) -> None:
+    views.install()
+    model = llama_model()
+    cases = [([7], [[2], [5], [17], [9]]), ([7, 131, 300], [[3, 3, 3], [4, 1, 2], [10, 10, 10]])]
+    states = [[prefilled(model, codec, lengths) for _ in range(2)] for lengths, _ in cases]
+    native.prepare(model, "native", cache=tmp_path)
+    try:
+        with dispatch.step():
+            for (single, whole), (_, windows) in zip(states, cases, strict=True):
+                windows_and_steps(model, single, whole, windows)
+    finally:
+        dispatch.choose(False)
+    assert "decode" not in dispatch.stock_calls
 
 
 @pytest.mark.device

@@ -17,8 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gnomon.kernels import build, dispatch, native
+from gnomon.kernels.blocks import flat_test
 from gnomon.kernels.cuda import attention, decode, graphs, nvrtc, record, sources
 from gnomon.kernels.cuda.record import Plan, Symbol
+from gnomon.state.batch_state import BatchState
 from kernels.test_build import fake_compiler
 from kernels.test_cuda import llama_model, prefilled
 
@@ -380,6 +382,62 @@ def test_one_launch_has_the_bits_of_kernels_one_by_one(bit: int, tmp_path_factor
                 cache.advance_in_place()
             state.commit()
         np.array(model.model.layers[turn % 2].mlp.down_proj.weight.view(mx.uint16))
+
+
+def windows_and_steps(model: Any, single: BatchState, whole: BatchState, windows: Sequence[Sequence[int]]) -> None:
+    """Windows over one state, padded and flat by turns, have the logits of single steps over its like, and of what is taken back nothing
+    stays."""
+    for turn, counts in enumerate(windows):
+        width, rows = max(counts), len(counts)
+        tokens = np.array([[(11 + 5 * i + 7 * j + turn) % 96 for j in range(width)] for i in range(rows)])
+        real = [(row, i) for row, count in enumerate(counts) for i in range(count)]
+        alone: dict[tuple[int, int], np.ndarray] = {}
+        for i in range(width):
+            single.begin(1, [int(i < count) for count in counts] if rows > 1 else None)
+            logits = model(mx.array(tokens[:, i : i + 1]), cache=single.caches)
+            single.commit()
+            alone |= {(row, i): bits(logits[row, 0]) for row in range(rows) if i < counts[row]}
+        flat = bool(turn % 2) and flat_test(model)(whole.caches) >= len(real) > 1
+        whole.begin(width, counts if rows > 1 else None, flat=flat)
+        fed = [[tokens[place]] for place in real] if flat else tokens
+        logits = model(mx.array(np.array(fed)), cache=whole.caches)
+        whole.commit()
+        mx.eval(whole.arrays())
+        found = bits(logits)
+        for n, place in enumerate(real):
+            assert (alone[place] == (found[n, 0] if flat else found[place])).all(), (turn, place)
+        back = [count // 2 for count in counts]
+        whole.rollback(back)
+        single.trim(back)
+        whole.check_integrity()
+        assert whole.lengths == single.lengths
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("graph", [True, False], ids=["one launch", "kernel by kernel"])
+@pytest.mark.parametrize("bit", [4, 16])
+def test_a_windows_token_has_the_bits_of_a_step(
+    bit: int, graph: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    model = llama_model()
+    if bit != 16:
+        nn.quantize(model, 64, bit)
+        mx.eval(model.parameters())
+    cases = [
+        ([5], [[2], [5], [17], [1], [40], [3]]),
+        ([254, 700, 9], [[3, 3, 3], [4, 1, 2], [1, 9, 1], [12, 12, 12], [5, 1, 20]]),
+        ([65, 1, 5, 6, 7, 400, 128, 129], [[4] * 8, [1, 2, 3, 4, 5, 6, 7, 4], [5] * 8]),
+    ]
+    states = [[prefilled(model, lengths) for _ in range(2)] for lengths, _ in cases]
+    kernels = native.prepare(model, "native", cache=tmp_path_factory.mktemp("kernels"), graph=graph)
+    assert (kernels.graph is None) == graph
+    try:
+        with dispatch.step():
+            for (single, whole), (_, windows) in zip(states, cases, strict=True):
+                windows_and_steps(model, single, whole, windows)
+    finally:
+        dispatch.choose(False)
+    assert "decode" not in dispatch.stock_calls
 
 
 @pytest.mark.device

@@ -15,8 +15,8 @@ Of a layer with experts the last two are four: product (norm, router), route, ga
 blend_and_add (their sum, residual). In stock operations a layer has about 15, with experts 25. Every one costs the host about 5 us, and as
 much again where Python builds it; the graph is built once per shape (`mx.compile`).
 
-Taken: one new token for each of 1 to 32 rows, or windows of up to 64 tokens of such rows (two launches where they are more than 32), over
-states of full attention, plain or coded. Anything else is the model's own forward.
+Taken: one new token for each of 1 to 32 rows, or windows of up to 128 tokens of such rows (a launch for every 32), over states of full
+attention, plain or coded. Anything else is the model's own forward.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ MOST_GRAPHS = 32
 WINDOWS = (2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
 """Tokens of windows for which there are graphs. Others are filled up with their last token, which writes and computes the same again."""
 
-MOST_LAUNCHES = 2
+MOST_LAUNCHES = 4
 """Of a window. With more, weights are read so often that the model's own forward is as fast."""
 
 
