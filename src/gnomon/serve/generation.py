@@ -219,6 +219,8 @@ class Generation:
         """
         named = [(one, one.session or sessions.named.get()) for one in requests]
         requests = [one if name is None else replace(one, session=sessions.own(name)) for one, name in named]
+        if services.http.prompt_cache_per_key:
+            requests = [replace(one, namespace=sessions.namespace(one.namespace)) for one in requests]
         self._requests = requests
         self._remember = remember
         self._services = services

@@ -322,7 +322,7 @@ class BatchState:
         coding: Coding | None = None,
         pages: PagePool | None = None,
     ) -> BatchState:
-        """A state of one row with the captured bits. The snapshot stays as it is and can be restored again.
+        """A state of one row with the captured bits. The snapshot stays as it is and can be restored again, unless a layer `has_room`.
 
         Raises `ValueError` if the snapshot's layers are not this model's, or hold another codec's words.
         """

@@ -200,7 +200,7 @@ class FullLayer(KeptLayer[KVCache]):
         refuse_coded(snapshot)
         self._lone, self._buffer, self.appending = KVCache(), RowBuffer(1), None
         if snapshot.arrays:
-            self._is_shared = True
+            self._is_shared = not snapshot.has_room
             self._lone.state = *shared(snapshot, "keys", "values"), snapshot.numbers["length"]
 
     def problems(self) -> list[str]:
