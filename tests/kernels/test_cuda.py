@@ -411,7 +411,7 @@ def test_a_windows_tokens_are_as_many_rows(
         given = mx.array([[int(window[place].item())] for place in real]) if flat else window
         dispatch.choose(True)
         try:
-            assert flat_test(model)(state.caches) == (128 if len(lengths) > 1 else 0)
+            assert flat_test(model)(state.caches) == (64 if len(lengths) > 1 else 0)
             with dispatch.step():
                 logits = np.array(model(given, cache=state.caches).astype(mx.float32))
         finally:
@@ -434,7 +434,7 @@ def test_what_the_decode_step_leaves_to_the_model() -> None:
     empty.begin(1)
     token = mx.zeros((1, 1), dtype=mx.int32)
     assert decoder.step(token, empty.caches) is None  # no buffers yet
-    assert decoder.step(mx.zeros((129, 1), dtype=mx.int32), empty.caches) is None
+    assert decoder.step(mx.zeros((65, 1), dtype=mx.int32), empty.caches) is None
     assert decoder.step(token, [KVCache() for _ in model.layers]) is None
     assert decoder.is_current()
     model.model.layers[1].mlp.up_proj.weight = model.model.layers[1].mlp.up_proj.weight + 1

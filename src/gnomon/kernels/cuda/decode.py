@@ -15,8 +15,8 @@ Of a layer with experts the last two are four: product (norm, router), route, ga
 blend_and_add (their sum, residual). In stock operations a layer has about 15, with experts 25. Every one costs the host about 5 us, and as
 much again where Python builds it; the graph is built once per shape (`mx.compile`).
 
-Taken: one new token for each of 1 to 32 rows, or windows of up to 128 tokens of such rows (a launch for every 32), over states of full
-attention, plain or coded. Anything else is the model's own forward.
+Taken: one new token for each of 1 to 32 rows, or windows of up to 128 tokens of such rows (64 where weights are dense; a launch for
+every 32), over states of full attention, plain or coded. Anything else is the model's own forward.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from gnomon.kernels.build import BuildError
 from gnomon.kernels.cuda import attention, coded_attention, experts, graphs
 from gnomon.kernels.cuda.graphs import Graphs
 from gnomon.kernels.cuda.mixtures import Mixture
-from gnomon.kernels.cuda.products import MOST_ROWS, Normed, Weights, add, embed, gated, most_rows, product
+from gnomon.kernels.cuda.products import DENSE, MOST_ROWS, Normed, Weights, add, embed, gated, most_rows, product
 from gnomon.kernels.cuda.record import roomy
 from gnomon.kernels.dispatch import thread, uncovered
 
@@ -56,8 +56,8 @@ MOST_GRAPHS = 32
 WINDOWS = (2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
 """Tokens of windows for which there are graphs. Others are filled up with their last token, which writes and computes the same again."""
 
-MOST_LAUNCHES = 4
-"""Of a window. With more, weights are read so often that the model's own forward is as fast."""
+MOST_LAUNCHES, MOST_DENSE_LAUNCHES = 4, 2
+"""Of a window. With more, weights are read so often that the model's own forward is as fast; codes it has to unpack."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +167,7 @@ class Decoder:
     def step(self, tokens: mx.array, caches: Sequence[Any]) -> mx.array | None:
         """The forward of tokens [B, M], or of a flat window's [N, 1], over layer states, which keep the new keys and values; None if it
         can't be taken here."""
-        if tokens.size > most_rows() * MOST_LAUNCHES or len(caches) != len(self.layers) or not self.is_current():
+        if tokens.size > self.most_tokens or len(caches) != len(self.layers) or not self.is_current():
             return None
         held = [_in_place(cache, layer.form.size, self.dtype) for cache, layer in zip(caches, self.layers, strict=True)]
         found = [one for one in held if one is not None]
@@ -194,13 +194,19 @@ class Decoder:
                 cache.appends(logits)
         return logits
 
+    @property
+    def most_tokens(self) -> int:
+        """Tokens that a window may have."""
+        is_dense = self.layers[0].q.bits == DENSE
+        return most_rows() * (MOST_DENSE_LAUNCHES if is_dense else MOST_LAUNCHES)
+
     def takes_flat(self, caches: Sequence[Any]) -> int:
         """How many tokens a flat window over these states may have; 0 if they take none."""
         if not thread.native or len(caches) != len(self.layers) or not self.is_current():
             return 0
         types = {getattr(cache, "flat_type", None) for cache in caches}
         takes = types == {self.dtype} and _has_room(caches[0].rows)
-        return most_rows() * MOST_LAUNCHES if takes else 0
+        return self.most_tokens if takes else 0
 
     def _window(self, tokens: mx.array, rows: Any, buffers: list[mx.array]) -> mx.array | None:
         """Logits [B, M, V] of a window, or [N, 1, V] of a flat one; None for more rows or positions than a spot can name."""
