@@ -219,10 +219,10 @@ def test_a_windows_token_has_the_bits_of_a_step_over_codes(codec: Codec, tmp_pat
     views.install()
     model = llama_model()
     cases = [([7], [[2], [5], [17], [9]]), ([7, 131, 300], [[3, 3, 3], [4, 1, 2], [10, 10, 10]])]
-    states = [[prefilled(model, codec, lengths) for _ in range(2)] for lengths, _ in cases]
     native.prepare(model, "native", cache=tmp_path)
     try:
         with dispatch.step():
+            states = [[prefilled(model, codec, lengths) for _ in range(2)] for lengths, _ in cases]
             for (single, whole), (_, windows) in zip(states, cases, strict=True):
                 windows_and_steps(model, single, whole, windows)
     finally:
