@@ -14,6 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from gnomon.kernels import coded as views
 from gnomon.kernels import codes as contract
 from gnomon.kernels import dispatch, native
+from gnomon.kernels.blocks import flat_test
 from gnomon.kernels.codes import AFFINE, ROTATED, SHIFTED, Codes
 from gnomon.kernels.cuda import attention, coded, coded_attention, codes, decode, windows
 from gnomon.state.batch_state import BatchState
@@ -188,11 +189,18 @@ def test_the_decode_step_takes_coded_states(monkeypatch: pytest.MonkeyPatch, cod
         with dispatch.step():
             logits = np.array(model(tokens, cache=state.caches).astype(mx.float32))
         state.commit()
+        assert len(seen) == len(model.layers)
+        assert state.lengths == [length + 1 for length in lengths]
+        assert flat_test(model)(state.caches) == (64 if len(lengths) > 1 else 0)
+        if len(lengths) > 1:
+            state.begin(2, [2, 1, 2], flat=True)
+            with dispatch.step():
+                assert model(tokens[mx.array([0, 0, 1, 2, 2])], cache=state.caches).shape == (5, 1, 96)
+            state.commit()
+            assert state.lengths == [length + 1 + count for length, count in zip(lengths, (2, 1, 2), strict=True)]
     finally:
         dispatch.choose(False)
-    assert len(seen) == len(model.layers)
     assert "decode" not in dispatch.stock_calls
-    assert state.lengths == [length + 1 for length in lengths]
     state.check_integrity()
     # 8 bits leave little; bf16 rounds in other places.
     assert np.abs(logits - expected).max() < 0.1 * expected.std()

@@ -185,6 +185,14 @@ class QuantizedLayer(LayerState):
         return self.codec.key_codes(key_dim, dtype), self.codec.value_codes(value_dim, dtype)
 
     @property
+    def flat_type(self) -> mx.Dtype | None:
+        """As `FullLayer.flat_type`; None unless one storage holds all rows as words."""
+        part, *others = self._parts
+        if others or not part.is_coded or not isinstance(part.storage, FullLayer):
+            return None
+        return part.storage.flat_type
+
+    @property
     def appending(self) -> mx.array | None:
         """What is computed once a kernel has appended to the buffers."""
         storage = self._parts[0].storage

@@ -126,6 +126,7 @@ class Decoder:
         self._last: dict[tuple[int, ...], Any] = {}
         """The graph last run for tokens of a shape."""
         self._codes: Codings = (None,) * len(layers)
+        self._was_current = True
         self._counters = mx.zeros(MOST_ROWS * max(layer.form.blocks_per_row for layer in layers), dtype=mx.int32)
         mx.eval(self._counters, [layer.inverse for layer in layers])
         self._compiled = mx.compile(self._forward)
@@ -167,7 +168,10 @@ class Decoder:
     def step(self, tokens: mx.array, caches: Sequence[Any]) -> mx.array | None:
         """The forward of tokens [B, M], or of a flat window's [N, 1], over layer states, which keep the new keys and values; None if it
         can't be taken here."""
-        if tokens.size > self.most_tokens or len(caches) != len(self.layers) or not self.is_current():
+        if tokens.size > self.most_tokens or len(caches) != len(self.layers):
+            return None
+        self._was_current = self.is_current()
+        if not self._was_current:
             return None
         held = [_in_place(cache, layer.form.size, self.dtype) for cache, layer in zip(caches, self.layers, strict=True)]
         found = [one for one in held if one is not None]
@@ -201,12 +205,15 @@ class Decoder:
         return most_rows() * (MOST_DENSE_LAUNCHES if is_dense else MOST_LAUNCHES)
 
     def takes_flat(self, caches: Sequence[Any]) -> int:
-        """How many tokens a flat window over these states may have; 0 if they take none."""
-        if not thread.native or len(caches) != len(self.layers) or not self.is_current():
+        """How many tokens a flat window over these states may have; 0 if they take none. Coded ones do after a step over them."""
+        if not thread.native or len(caches) != len(self.layers) or not self._was_current:
             return 0
-        types = {getattr(cache, "flat_type", None) for cache in caches}
-        takes = types == {self.dtype} and _has_room(caches[0].rows)
-        return self.most_tokens if takes else 0
+        for cache, codes in zip(caches, self._codes, strict=True):
+            # What steps have taken before.
+            held = getattr(cache, "flat_type", None)
+            if held is None or held != (self.dtype if codes is None else mx.uint32) or cache.codes != codes:
+                return 0
+        return self.most_tokens if _has_room(caches[0].rows) else 0
 
     def _window(self, tokens: mx.array, rows: Any, buffers: list[mx.array]) -> mx.array | None:
         """Logits [B, M, V] of a window, or [N, 1, V] of a flat one; None for more rows or positions than a spot can name."""
