@@ -22,7 +22,7 @@ from mlx_lm.utils import dequantize_model, load_model
 
 from engine_fixtures import tiny_loaded, tiny_tokenizer
 from gnomon.chat.tokenizer import Tokenizer
-from gnomon.config import EngineConfig, KernelConfig
+from gnomon.config import EngineConfig, KernelConfig, KvScheme, SpeculationConfig
 from gnomon.engine.api import Delta, Failed, Request, SamplingParams
 from gnomon.engine.engine import Engine, load
 from gnomon.engine.settings import Settings
@@ -164,6 +164,36 @@ def test_tiny_models(model_type: str, bits: int | None, group: int) -> None:
     compare(model, prompts, theirs, alone)
     compare(model, prompts, theirs, together)
     assert short_together == short_alone
+
+
+@pytest.mark.parametrize("scheme", [KvScheme(), KvScheme("affine", bits=8)], ids=["plain", "8 bits"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+def test_guessing_changes_no_bit(model_type: str, scheme: KvScheme) -> None:
+    """Windows go through the same launch as steps; guesses come in different numbers per row, and most are wrong."""
+    rng = np.random.default_rng(3)
+    # Prefilled together, these are 32 rows at most.
+    prompts = [(rng.integers(5, VOCAB_SIZE, 2).tolist() * 2)[:length] for length in (2, 2, 3, 4, 4, 3, 2, 4)]
+
+    def engine(batch: int, guesses: int | None) -> Engine:
+        settings = Settings(
+            EngineConfig(batch=batch, prompt_cache=0),
+            KernelConfig(kernels="native"),
+            scheme,
+            speculation=SpeculationConfig(
+                draft_kind="ngram" if guesses else "auto", num_draft_tokens=guesses, ngram_max=2
+            ),
+        )
+        model = tiny(model_type, 4)
+        return Engine(lambda: tiny_loaded(model_type, model=model), tiny_tokenizer(), settings)
+
+    with engine(1, None) as serial:
+        alone = [one for r in asked(prompts, 40, "alone") for one in answers(serial, [r])]
+    for batch, guesses in ((1, 4), (1, 16), (2, 3), (8, 2), (8, 10)):
+        with engine(batch, guesses) as guessing:
+            assert answers(guessing, asked(prompts, 40, f"{batch} at once")) == alone
+            stats = guessing.stats()
+        assert stats["proposals"]["proposed"] > 0
+        assert stats["kernels"]["graph"]
 
 
 @pytest.mark.network

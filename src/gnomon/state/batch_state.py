@@ -136,7 +136,7 @@ class BatchState:
         a flat one of states that don't take it.
         """
         if flat and any(getattr(cache, "flat_type", None) is None for cache in self.caches):
-            raise ValueError("a flat window takes several rows of plain keys and values, all in full")
+            raise ValueError("a flat window takes several rows of keys and values, all in full and held alike")
         if counts is not None and any(count != width for count in counts):
             if self.num_rows == 1:
                 raise ValueError(f"a lone row takes whole windows: width is {width}, counts are {list(counts)}")
