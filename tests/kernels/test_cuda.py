@@ -473,11 +473,16 @@ def test_shared_buffers_grow_for_appends_in_place() -> None:
     assert (np.array(keys[0, :, :256].astype(mx.float32)) == kept).all()
 
 
-@pytest.mark.parametrize(("policy", "is_native"), [("auto", False), ("stock", False), ("native", True)])
+@pytest.mark.parametrize(
+    ("policy", "capability", "is_native"),
+    [("auto", 90, True), ("auto", 89, False), ("auto", 120, False), ("stock", 90, False), ("native", 89, True)],
+)
 def test_which_policy_takes_these_kernels(
-    policy: native.Policy, is_native: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    policy: native.Policy, capability: int, is_native: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """Unasked for only on the GPUs that they were checked and measured on."""
     monkeypatch.setattr(native, "is_cuda", lambda: True)
+    monkeypatch.setattr("gnomon.kernels.cuda.sources.capability", lambda: capability)
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
     try:
         found = native.start(policy, cache=tmp_path, graph=False)
