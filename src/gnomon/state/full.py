@@ -48,6 +48,7 @@ class FullLayer(KeptLayer[KVCache]):
         rows.pace(keys)
         if self._lone is not None:
             if not rows.is_wide and self._lone.keys is not None and is_large(self._lone.keys):
+                # mlx-lm's cache would grow in the step's graph, as all layers' do.
                 self.room()
             return cast(KeysValues, self._lone.update_and_fetch(keys, values))
         if rows.end > self._buffer.slots:
