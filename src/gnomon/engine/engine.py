@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +12,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
+from gnomon import bell
 from gnomon.chat.constraint import Constraint
 from gnomon.chat.tokenizer import Tokenizer
 from gnomon.config import EngineConfig
@@ -60,6 +62,9 @@ IDLE_BEAT = 1.0
 """Seconds between heartbeats of an idle engine."""
 ASK_SECONDS = 60.0
 """How long another thread waits for an answer of the engine's."""
+SWITCH_SECONDS = 0.0005
+"""How long the engine's thread waits for another that runs Python (a prompt being rendered) before it takes the interpreter over. It waits
+so several times a step."""
 MAX_RESETS = 3
 """Defects in a row, with no request finished between them, after which the engine gives up."""
 
@@ -397,7 +402,8 @@ class Engine(Generating):
     # The thread
 
     def _run(self) -> None:
-        with allocator_limits(self.config.memory_budget):
+        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
+        with allocator_limits(self.config.memory_budget), bell.gathering():
             self._live()
         if self.host.ranks is not None:
             self.host.ranks.close(str(self._error) if self._error is not None else None)
@@ -425,7 +431,9 @@ class Engine(Generating):
             try:
                 self._heart.beat("idle")
                 is_busy = core.has_work and not core.is_waiting
+                bell.ring()
                 core.read_mail(0.0 if is_busy else IDLE_BEAT)
+                bell.ring()
                 if core.has_work and not core.is_waiting and not core.stopping:
                     core.turn()
                 else:
@@ -469,6 +477,7 @@ class Engine(Generating):
         """Fail what is open, commands still in the mailbox included: none comes after, since submits look at the flags first."""
         core.read_mail()
         core.fail_all(error, code)
+        bell.ring()
 
     def _closed(self, job: Job) -> None:
         with self._idle:

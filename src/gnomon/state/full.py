@@ -8,7 +8,7 @@ from typing import cast
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, create_attention_mask
 
-from gnomon.state.buffer import RowBuffer, copied, round_slots
+from gnomon.state.buffer import RowBuffer, copied, is_large, round_slots
 from gnomon.state.kept import KeptLayer
 from gnomon.state.layer import CodesPair, LayerState, Pages
 from gnomon.state.rows import Rows
@@ -44,12 +44,18 @@ class FullLayer(KeptLayer[KVCache]):
         if self.rows.is_flat:
             raise RuntimeError("a flat window is appended in place only")
         self._settle()
-        if self._lone is not None:
-            return cast(KeysValues, self._lone.update_and_fetch(keys, values))
         rows = self.rows
+        rows.pace(keys)
+        if self._lone is not None:
+            if not rows.is_wide and self._lone.keys is not None and is_large(self._lone.keys):
+                # mlx-lm's cache would grow in the step's graph, as all layers' do.
+                self.room()
+            return cast(KeysValues, self._lone.update_and_fetch(keys, values))
         if rows.end > self._buffer.slots:
             # A quarter of slack keeps the copies of all growing rows a constant share of the work.
             self._buffer.reserve(round_slots(max(rows.end, self._buffer.slots * 5 // 4)), keys, values)
+            if not rows.is_wide:
+                self.land()
         if rows.is_even:
             self._buffer.append(rows.lengths[0], keys, values)
         else:
@@ -87,6 +93,7 @@ class FullLayer(KeptLayer[KVCache]):
                 self._settle()
                 slots = round_slots(max(rows.end, self._buffer.slots * 5 // 4))
                 self._buffer.resize(self._buffer.row_capacity, slots, rows.num_rows)
+                self.land()
             return self._buffer.keys, self._buffer.values
         lone = self._lone
         if lone.keys is None or lone.values is None:
@@ -97,7 +104,23 @@ class FullLayer(KeptLayer[KVCache]):
             own.reserve(round_slots(lone.offset + rows.width), lone.keys, lone.values)
             own.write(0, 0, lone.keys[..., : lone.offset, :], lone.values[..., : lone.offset, :])
             lone.keys, lone.values, self._is_shared = own.keys, own.values, False
+            self.land()
         return cast("KeysValues", (lone.keys, lone.values))
+
+    def make_room(self, heads: int, dim: int, dtype: mx.Dtype) -> bool:
+        """Have buffers for the open window where there are none before the first append; whether some were made."""
+        like = mx.zeros((1, heads, 0, dim), dtype)
+        if self._lone is None:
+            if self._buffer.keys is not None:
+                return False
+            self._buffer.reserve(round_slots(self.rows.end), like, like)
+            return True
+        if self._lone.keys is not None:
+            return False
+        own = RowBuffer(1)
+        own.reserve(round_slots(self.rows.end), like, like)
+        self._lone.keys, self._lone.values = own.keys, own.values
+        return True
 
     @property
     def flat_type(self) -> mx.Dtype | None:
@@ -134,6 +157,11 @@ class FullLayer(KeptLayer[KVCache]):
         return max(self.rows.lengths)
 
     # What BatchState calls.
+
+    def land(self) -> None:
+        keys, _ = self._lying()
+        if keys is not None and is_large(keys):
+            mx.eval(self.arrays())
 
     def abort(self) -> None:
         if self._lone is not None:
