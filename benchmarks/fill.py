@@ -118,10 +118,8 @@ CASES = {
     ),
     "call": Case("What will the weather be in Oslo in the next three days?", GRAMMAR, json_schema(CALLS)),
     "text-in-json": Case("Tell me about the sea, as JSON.", GRAMMAR, json_schema(LOOSE)),
-    "echo-code": Case(
-        f"Repeat this code exactly:\n\n{CODE}\n", SpeculationConfig(fill="echo", num_draft_tokens=16), tokens=160
-    ),
-    "echo-prose": Case("Tell me about the sea.", SpeculationConfig(fill="echo", num_draft_tokens=16), tokens=160),
+    "echo-code": Case(f"Repeat this code exactly:\n\n{CODE}\n", SpeculationConfig(fill="echo"), tokens=160),
+    "echo-prose": Case("Tell me about the sea.", SpeculationConfig(fill="echo"), tokens=160),
     **{
         f"strict-{notation}": Case(
             ORDER, GRAMMAR, made=lambda t, n=notation: ((chat(ORDER),), strict_call(n, t), None), tokens=200
