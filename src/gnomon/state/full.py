@@ -107,6 +107,21 @@ class FullLayer(KeptLayer[KVCache]):
             self.land()
         return cast("KeysValues", (lone.keys, lone.values))
 
+    def make_room(self, heads: int, dim: int, dtype: mx.Dtype) -> bool:
+        """Have buffers for the open window where there are none before the first append; whether some were made."""
+        like = mx.zeros((1, heads, 0, dim), dtype)
+        if self._lone is None:
+            if self._buffer.keys is not None:
+                return False
+            self._buffer.reserve(round_slots(self.rows.end), like, like)
+            return True
+        if self._lone.keys is not None:
+            return False
+        own = RowBuffer(1)
+        own.reserve(round_slots(self.rows.end), like, like)
+        self._lone.keys, self._lone.values = own.keys, own.values
+        return True
+
     @property
     def flat_type(self) -> mx.Dtype | None:
         """The type of keys of which a flat window can be appended, in place only; None if none can: it takes several rows."""
