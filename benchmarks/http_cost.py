@@ -324,6 +324,7 @@ def main() -> None:
 
 def make_child(path: Path, batch: int, kernels: str, device_ms: float | None) -> engines.Engine:
     engine = make_engine(path, batch, kernels, device_ms)
+    named_threads()
     # The threads to the parent begin later.
     timer = threading.Timer(2.0, named_threads)
     timer.daemon = True

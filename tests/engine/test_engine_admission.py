@@ -495,3 +495,37 @@ def test_whoever_waits_for_rows_is_woken_once_a_step() -> None:
     # Before the first step: the prompt's progress and the first tokens; at the end the closing of rows.
     assert steps.count("w") <= 16 + 6
     assert "dddd" in steps
+
+
+def test_a_token_is_told_of_before_the_next_step_is_waited_for() -> None:
+    """A row that joins has its first token read back at once: the tokens of the step before don't wait for that."""
+    rig = Rig(tiny_loaded("llama"), EngineConfig(batch=2, early_first_token=True))
+    told, woken, waits = 0, 0, list[tuple[int, int]]()
+
+    def wake() -> None:
+        nonlocal woken
+        woken = told
+
+    def sink(event: Event) -> None:
+        nonlocal told
+        if isinstance(event, Delta):
+            told += 1
+        bell.wake(wake)
+
+    stepper = rig.core.stepper
+    land = stepper.land
+
+    def landing() -> None:
+        waits.append((told, woken))
+        land()
+
+    stepper.land = landing  # pyright: ignore[reportAttributeAccessIssue]
+    with bell.gathering():
+        rig.submit(request("a", tokens=30)).sink = sink
+        rig.turn(6)
+        rig.submit(request("b", tokens=3)).sink = sink
+        rig.finish()
+        assert told > 20
+        assert woken == told
+    assert len(waits) > 2
+    assert all(one == other for one, other in waits), waits

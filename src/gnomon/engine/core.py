@@ -126,6 +126,7 @@ class Core:
         self.admit()
         self.prefill()
         self.start()
+        bell.ring()
         self.step()
         self.reap()
         self.aside.turn()

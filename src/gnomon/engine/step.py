@@ -34,6 +34,7 @@ from typing import cast
 import mlx.core as mx
 from mlx import nn
 
+from gnomon import bell
 from gnomon.config import EngineConfig
 from gnomon.engine.batch import Batch
 from gnomon.engine.counters import Counters
@@ -321,6 +322,8 @@ class Stepper:
                 self._take(row, b, 0, tokens[b][0], flight.drawn)
             else:
                 self.counters.discarded_tokens += 1
+        # What follows may be a window, or another step that is waited for.
+        bell.ring()
 
     def _take(self, row: Row, b: int, position: int, token: int, drawn: Drawn) -> None:
         self.counters.generated_tokens += 1
