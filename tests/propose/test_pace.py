@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 
@@ -174,6 +175,23 @@ def test_tries_cost_what_plain_steps_saved_up() -> None:
         plain += 1
     # Sixteen steps' time beyond the token that came of it.
     assert plain == pytest.approx((16 - MOST_TRIES) * 256, rel=0.01)
+
+
+def test_what_is_told_is_what_steps_took() -> None:
+    pace = steady(LINE, plain=2.0)
+    for _ in range(3):
+        pace.windowed(1, 4, 30.0, 5)
+    pace.disturbed()
+    assert pace.least_chance(1) >= 1
+    told = pace.stats()
+    assert json.loads(json.dumps(told)) == told
+    assert told["by_rows"]["1"] == {
+        "plain": {"timed": FEW, "seconds": 2.0},
+        "windows": 3,
+        "over_curve": {"4": 3.0},
+        "pays": False,
+        "rests": False,
+    }
 
 
 def test_costs_of_rows_that_were_never_together_are_taken_from_the_nearest() -> None:

@@ -59,9 +59,13 @@ class Typical:
     def value(self) -> float:
         """Raises ValueError when there is none."""
         if self._value is None:
-            ordered = sorted(self._times)
-            self._value = min(ordered) if len(ordered) < 3 else ordered[(len(ordered) - 1) // 2]
+            self._value = self.now()
         return self._value
+
+    def now(self) -> float:
+        """The same without remembering it: for other threads."""
+        ordered = sorted(self._times)
+        return min(ordered) if len(ordered) < 3 else ordered[(len(ordered) - 1) // 2]
 
 
 @dataclass(slots=True)
@@ -120,6 +124,8 @@ class Pace(Costs):
         self._windows: dict[tuple[int, int], float] = {}
         self._costs: dict[int, list[float]] = {}
         self._chances: dict[int, float] = {}
+        self._last_chances: dict[int, float] = {}
+        """Not forgotten with each window: for other threads."""
 
     # What steps cost
 
@@ -155,7 +161,7 @@ class Pace(Costs):
             while n <= most:
                 least = min(least, ((1 + MARGIN) * self._window(num_rows, n) - 1) * num_rows / n)
                 n += max(1, n // 8)
-            self._chances[num_rows] = least
+            self._chances[num_rows] = self._last_chances[num_rows] = least
         return self._chances[num_rows]
 
     # When not to ask
@@ -243,15 +249,15 @@ class Pace(Costs):
         for rows, own in sorted(dict(self.rows).items()):
             sizes = dict(own.sizes)
             told[str(rows)] = {
-                "plain": {"timed": own.num_plain, "seconds": own.plain.value if len(own.plain) else None},
+                "plain": {"timed": own.num_plain, "seconds": own.plain.now() if len(own.plain) else None},
                 "windows": own.num_windows,
                 "over_curve": {
-                    str(round(2 ** (size / 4))): round(times.value, 3)
+                    str(round(2 ** (size / 4))): round(times.now(), 3)
                     for size, times in sorted(sizes.items())
                     if len(times)
                 },
-                "pays": self.least_chance(rows) < 1,
-                "rests": self.rests(rows),
+                "pays": self._last_chances.get(rows, 0.0) < 1,
+                "rests": own.owed > 0,
             }
         return {"by_rows": told, "tried": self.tried, "outliers": self.outliers}
 
