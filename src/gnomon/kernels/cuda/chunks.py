@@ -1,0 +1,247 @@
+"""Chunks of prompts of the models that `decode` knows, with fewer and larger operations than their modules have.
+
+    place_heads          biases, head norms, rotation, heads before tokens        per layer
+    (state, attention)   as the model's own modules have them
+    add_and_norm         residual and the norm that follows                       2 per layer
+    gate_and_multiply    activation                                               per layer
+    product              matrix products with all of q, k, v, or of gate and up, unpacked side by side; 4 per layer
+
+A module tree has about 50 operations per layer, 28 of them kernels, and a chunk of a small model takes the host longer than the GPU.
+
+Contract
+    rows     any number of them; bf16 or f32 as the model's weights
+    result   the model's own forward of the chunk, by other roundings: in float32 between products, rounded once
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import base
+
+from gnomon.kernels.cuda import attention
+from gnomon.kernels.cuda.decode import MLP, Decoder, Layer
+from gnomon.kernels.cuda.products import BLOCK, DENSE, SCALED, Weights, _names, _part, most_rows
+from gnomon.kernels.cuda.prompts import FEWEST
+from gnomon.kernels.cuda.sources import Kernel, make
+from gnomon.kernels.dispatch import thread
+
+NORM_BLOCK, HEADS_BLOCK = 256, 128
+AHEAD = 4
+"""Layers after which the GPU may start while the host goes on."""
+
+
+@cache
+def _unpack(kind: tuple[int, int, bool], parts: int, dtype: mx.Dtype) -> Kernel:
+    t, (bits, group, _) = SCALED[dtype], kind
+    listed = ", ".join(_part(i, kind, t) for i in range(parts))
+    body = f"""
+  const gnomon::Weights<{t}> parts[] = {{{listed}}};
+  gnomon::unpack_parts<{t}, {bits}, {group}, {parts}>(parts, w0_shape[1], out);
+"""
+    names = [name for i in range(parts) for name in _names(i, kind)]
+    return make("unpack_parts", "chunks.cuh", names, ["out"], body, block=BLOCK)
+
+
+def unpack(*parts: Weights) -> mx.array:
+    """Quantised weights of one kind as [all outputs, K] of their type, rounded once."""
+    first = parts[0]
+    words = sum(part.weight.size for part in parts)
+    return _unpack((first.bits, first.group, False), len(parts), first.dtype)(
+        inputs=[array for part in parts for array in part.arrays()[:3]],
+        output_shapes=[(sum(part.outputs for part in parts), first.inputs)],
+        output_dtypes=[first.dtype],
+        grid=(-(-words // BLOCK) * BLOCK, 1, 1),
+        threadgroup=(BLOCK, 1, 1),
+    )[0]
+
+
+def products(x: mx.array, *parts: Weights) -> list[mx.array]:
+    """x [M, K] @ part.T without biases: one array [M, all outputs] for quantised parts, one for each of dense ones."""
+    if parts[0].bits == DENSE:
+        return [mx.matmul(x, part.weight.T) for part in parts]
+    return [mx.matmul(x, unpack(*parts).T)]
+
+
+def product(x: mx.array, weights: Weights) -> mx.array:
+    """x [M, K] @ weights.T (+ bias)."""
+    matrix = weights.weight if weights.bits == DENSE else unpack(weights)
+    return mx.matmul(x, matrix.T) if weights.bias is None else mx.addmm(weights.bias, x, matrix.T)
+
+
+@cache
+def _add_and_norm(dtype: mx.Dtype, eps: float) -> Kernel:
+    body = f"""
+  gnomon::add_and_norm<{SCALED[dtype]}, {NORM_BLOCK}>(y, residual, weight, y_shape[1], {eps!r}f, h, x);
+"""
+    return make("add_and_norm", "chunks.cuh", ["y", "residual", "weight"], ["h", "x"], body, block=NORM_BLOCK)
+
+
+def add_and_norm(y: mx.array, residual: mx.array, weight: mx.array, eps: float) -> tuple[mx.array, mx.array]:
+    """residual + y [M, K], and its norm."""
+    h, x = _add_and_norm(y.dtype, eps)(
+        inputs=[y, residual, weight],
+        output_shapes=[y.shape, y.shape],
+        output_dtypes=[y.dtype, y.dtype],
+        grid=(y.shape[0] * NORM_BLOCK, 1, 1),
+        threadgroup=(NORM_BLOCK, 1, 1),
+    )
+    return h, x
+
+
+@cache
+def _gate_and_multiply(dtype: mx.Dtype, together: bool) -> Kernel:
+    width = "gate_shape[1] / 2" if together else "gate_shape[1]"
+    up = "gate + n" if together else "up"
+    body = f"""
+  const int n = {width};
+  gnomon::gate_and_multiply<{SCALED[dtype]}>(gate, {up}, gate_shape[1], n, (long long)gate_shape[0] * n, out);
+"""
+    names = ["gate"] if together else ["gate", "up"]
+    return make("gate_and_multiply", "chunks.cuh", names, ["out"], body, block=BLOCK)
+
+
+def gate_and_multiply(parts: Sequence[mx.array]) -> mx.array:
+    """silu(gate) * up of [M, N] each, or of one array [M, 2 N] of both. N is a multiple of 8."""
+    rows, width = parts[0].shape
+    outputs = width // 2 if len(parts) == 1 else width
+    return _gate_and_multiply(parts[0].dtype, len(parts) == 1)(
+        inputs=list(parts),
+        output_shapes=[(rows, outputs)],
+        output_dtypes=[parts[0].dtype],
+        grid=(-(-rows * outputs // (8 * BLOCK)) * BLOCK, 1, 1),
+        threadgroup=(BLOCK, 1, 1),
+    )[0]
+
+
+@cache
+def _place_heads(form: attention.Form, dtype: mx.Dtype, together: bool, biased: tuple[bool, ...]) -> Kernel:
+    t, d = SCALED[dtype], form.size
+    begins = (0, form.q_heads * d, (form.q_heads + form.kv_heads) * d)
+    heads = (form.q_heads, form.kv_heads, form.kv_heads)
+    norms = ("q_norm", "k_norm", "nullptr") if form.normed else ("nullptr",) * 3
+    parts: list[str] = []
+    for i, name in enumerate("qkv"):
+        x, stride = (f"q + {begins[i]}", "q_shape[1]") if together else (name, f"{name}_shape[1]")
+        bias, turned = f"c{i}" if biased[i] else "nullptr", "false" if name == "v" else "true"
+        parts.append(f"{{{x}, {stride}, {bias}, {norms[i]}, {heads[i]}, {turned}, out_{name}}}")
+    body = f"""
+  const gnomon::Heads<{t}> parts[] = {{{", ".join(parts)}}};
+  gnomon::place_heads<{d}, {t}>(parts, offsets, q_shape[0] / offsets_shape[0], q_shape[0], inverse, {form.eps!r}f,
+      {"true" if form.traditional else "false"});
+"""
+    names = [
+        *("q" if together else "qkv"),
+        *(f"c{i}" for i in range(3) if biased[i]),
+        *(["q_norm", "k_norm"] if form.normed else []),
+        "offsets",
+        "inverse",
+    ]
+    return make("place_heads", "chunks.cuh", names, ["out_q", "out_k", "out_v"], body, block=HEADS_BLOCK)
+
+
+def place_heads(
+    form: attention.Form,
+    parts: Sequence[mx.array],
+    biases: Sequence[mx.array | None],
+    norms: tuple[mx.array, mx.array] | None,
+    offsets: mx.array,
+    inverse: mx.array,
+) -> tuple[mx.array, mx.array, mx.array]:
+    """Queries, keys and values [B, heads, L, D] of projections [B * L, ..], one array of all or three.
+
+    `offsets` int32 [B] are the positions of the rows' first tokens, `inverse` float32 [D / 2] the rotation's frequencies.
+    """
+    tokens, batch = parts[0].shape[0], offsets.shape[0]
+    shapes = [(batch, heads, tokens // batch, form.size) for heads in (form.q_heads, form.kv_heads, form.kv_heads)]
+    warps = tokens * (form.q_heads + 2 * form.kv_heads)
+    kernel = _place_heads(form, parts[0].dtype, len(parts) == 1, tuple(bias is not None for bias in biases))
+    q, k, v = kernel(
+        inputs=[*parts, *(bias for bias in biases if bias is not None), *(norms or ()), offsets, inverse],
+        output_shapes=shapes,
+        output_dtypes=[parts[0].dtype] * 3,
+        grid=(-(-warps * 32 // HEADS_BLOCK) * HEADS_BLOCK, 1, 1),
+        threadgroup=(HEADS_BLOCK, 1, 1),
+    )
+    return q, k, v
+
+
+class Chunks:
+    """The forward of a prompt's chunk by the layers of a decoder."""
+
+    def __init__(self, decoder: Decoder, layers: Sequence[tuple[Layer, MLP]]) -> None:
+        self._decoder = decoder
+        self._layers = layers
+
+    def takes(self, h: mx.array, caches: Sequence[Any]) -> bool:
+        """Whether tokens [B, L] or their embeddings [B, L, K] over these layer states are a chunk for this."""
+        return (
+            h.shape[1] >= FEWEST
+            and h.shape[0] * h.shape[1] > most_rows()
+            and len(caches) == len(self._layers)
+            and self._decoder.is_current()
+        )
+
+    def __call__(self, h: mx.array, caches: Sequence[Any]) -> mx.array:
+        """The last norm's result [B, L, K] for embeddings h; layer states keep the keys and values."""
+        batch, length, width = h.shape
+        decoder = self._decoder
+        mask = base.create_attention_mask(h, caches[0])
+        offset = caches[0].offset
+        offsets = offset.astype(mx.int32) if isinstance(offset, mx.array) else mx.full(batch, offset, dtype=mx.int32)
+        after = [*(layer.attention_norm for layer, _ in self._layers[1:]), decoder.norm]
+        h = h.reshape(batch * length, width)
+        x = mx.fast.rms_norm(h, self._layers[0][0].attention_norm, decoder.eps)
+        for i, ((layer, mlp), state, norm) in enumerate(zip(self._layers, caches, after, strict=True)):
+            form = layer.form
+            parts = products(x, layer.q, layer.k, layer.v)
+            biases = layer.q.bias, layer.k.bias, layer.v.bias
+            q, k, v = place_heads(form, parts, biases, layer.head_norms, offsets, layer.inverse)
+            keys, values = state.update_and_fetch(k, v)
+            y = base.scaled_dot_product_attention(q, keys, values, cache=state, scale=form.scale, mask=mask)
+            y = y.transpose(0, 2, 1, 3).reshape(batch * length, -1)
+            h, x = add_and_norm(product(y, layer.o), h, layer.mlp_norm, decoder.eps)
+            y = gate_and_multiply(products(x, mlp.gate, mlp.up))
+            h, x = add_and_norm(product(y, mlp.down), h, norm, decoder.eps)
+            if i % AHEAD == AHEAD - 1:
+                mx.async_eval(x)
+        return x.reshape(batch, length, width)
+
+
+def _forward(own: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    def __call__(self: Any, inputs: mx.array, cache: Any = None, input_embeddings: mx.array | None = None) -> mx.array:
+        given = inputs if input_embeddings is None else input_embeddings
+        if thread.active and cache is not None and self.chunks.takes(given, cache):
+            return self.chunks(self.embed_tokens(inputs) if input_embeddings is None else input_embeddings, cache)
+        return own(self, inputs, cache, input_embeddings)
+
+    return __call__
+
+
+_classes: dict[type, type] = {}
+
+
+def swap(model: nn.Module) -> dict[str, int]:
+    """Give the layers of a model with a decoder (`decode.swap`) the forward of chunks, in place.
+
+    Returns how many models take it, by class; raises nothing.
+    """
+    decoder: Decoder | None = getattr(model, "decoder", None)
+    inner: Any = getattr(model, "model", None)
+    if decoder is None or type(inner) in _classes.values():
+        return {}
+    layers = [(layer, layer.mlp) for layer in decoder.layers if isinstance(layer.mlp, MLP)]
+    if len(layers) < len(decoder.layers) or any(mlp.gate.bias is not None for _, mlp in layers):
+        return {}
+    own = type(inner)
+    native = _classes.get(own)
+    if native is None:
+        native = type(f"Cuda{own.__name__}", (own,), {"__call__": _forward(own.__call__), "__module__": own.__module__})
+        _classes[own] = native
+    inner.__class__ = native
+    object.__setattr__(inner, "chunks", Chunks(decoder, layers))
+    return {own.__name__: 1}
