@@ -22,15 +22,14 @@ struct Octet {
 template <typename T, int BITS, int GROUP, int PARTS>
 __device__ __forceinline__ void unpack_parts(const Weights<T> (&parts)[PARTS], int row_words, T* out) {
   long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x, before = 0;
+  Weights<T> one = parts[0];
 #pragma unroll
-  for (int p = 0; p < PARTS; ++p) {
-    const long long words = (long long)parts[p].rows * row_words;
-    if (i < words) {
-      unpack_word<T, BITS, GROUP>(parts[p], i, out + before * (32 / BITS));
-      return;
-    }
-    i -= words, before += words;
+  for (int p = 1; p < PARTS; ++p) {
+    const long long words = (long long)one.rows * row_words;
+    if (i < words) break;
+    i -= words, before += words, one = parts[p];
   }
+  if (i < (long long)one.rows * row_words) unpack_word<T, BITS, GROUP>(one, i, out + before * (32 / BITS));
 }
 
 // h = residual + y; x = h over the root of its mean square, times the norm's weight. One block per row of K values.
