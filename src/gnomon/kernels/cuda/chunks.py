@@ -25,7 +25,7 @@ from mlx_lm.models import base
 
 from gnomon.kernels.cuda import attention
 from gnomon.kernels.cuda.decode import MLP, Decoder, Layer
-from gnomon.kernels.cuda.products import BLOCK, DENSE, SCALED, Weights, _names, _part, most_rows
+from gnomon.kernels.cuda.products import BLOCK, DENSE, SCALED, Weights, most_rows, weight_names, weight_part
 from gnomon.kernels.cuda.prompts import FEWEST
 from gnomon.kernels.cuda.sources import Kernel, make
 from gnomon.kernels.dispatch import thread
@@ -38,12 +38,12 @@ AHEAD = 4
 @cache
 def _unpack(kind: tuple[int, int, bool], parts: int, dtype: mx.Dtype) -> Kernel:
     t, (bits, group, _) = SCALED[dtype], kind
-    listed = ", ".join(_part(i, kind, t) for i in range(parts))
+    listed = ", ".join(weight_part(i, kind, t) for i in range(parts))
     body = f"""
   const gnomon::Weights<{t}> parts[] = {{{listed}}};
   gnomon::unpack_parts<{t}, {bits}, {group}, {parts}>(parts, w0_shape[1], out);
 """
-    names = [name for i in range(parts) for name in _names(i, kind)]
+    names = [name for i in range(parts) for name in weight_names(i, kind)]
     return make("unpack_parts", "chunks.cuh", names, ["out"], body, block=BLOCK)
 
 
@@ -190,7 +190,7 @@ class Chunks:
         """The last norm's result [B, L, K] for embeddings h; layer states keep the keys and values."""
         batch, length, width = h.shape
         decoder = self._decoder
-        mask = base.create_attention_mask(h, caches[0])
+        mask: Any = base.create_attention_mask(h, caches[0])
         offset = caches[0].offset
         offsets = offset.astype(mx.int32) if isinstance(offset, mx.array) else mx.full(batch, offset, dtype=mx.int32)
         after = [*(layer.attention_norm for layer, _ in self._layers[1:]), decoder.norm]
