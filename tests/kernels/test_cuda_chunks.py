@@ -62,8 +62,11 @@ def placed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen: list[int] = []
 
     def unpack(*parts: Weights) -> mx.array:
-        how: dict[str, Any] = {"group_size": parts[0].group, "bits": parts[0].bits}
-        return mx.concatenate([mx.dequantize(*w.arrays()[:3], **how) for w in parts])
+        found: list[mx.array] = []
+        for part in parts:
+            packed, scales, biases = part.arrays()[:3]
+            found.append(mx.dequantize(packed, scales, biases, part.group, part.bits))
+        return mx.concatenate(found)
 
     def add_and_norm(y: mx.array, residual: mx.array, weight: mx.array, eps: float) -> tuple[mx.array, mx.array]:
         h = residual + y
