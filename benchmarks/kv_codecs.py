@@ -2,12 +2,13 @@
 
 uv run python benchmarks/kv_codecs.py MODEL [--out FOLDER] [--data FILE] [--schemes 8,4,turbo] [--quality 2048,6144,512]
                                             [--speed 4096,1024,7168] [--pairs 5] [--kernels native] [--cells PATTERN ...] [--minutes N]
-                                            [--random 1B-16]
+                                            [--random 1B-16] [--batch 1,8]
 
 A cell is a scheme, a context, and of speed a pair; several processes may share them (benchmarks/cells.py), and each ends with a table of
 all that is there. Quality is `gnomon eval`'s divergence: all positions of a text behind its first step of 64 tokens (which attends to
 plain keys and values under every codec), in steps of 64, over `--rows` texts. Speed: prefill of a text in windows of the engine's
-default chunk, then decoding by turns; ratios are plain time over the codec's, median of pairs. `--random` makes a model of random weights
+default chunk, then decoding by turns; ratios are plain time over the codec's, median of pairs. With `--batch` so many copies of the row
+decode together (those beyond 1 are cells of their own). `--random` makes a model of random weights
 in the folder MODEL, if it isn't there, in a shape of cuda_kernels.py; its text is random too, so only speed and bytes mean something.
 """
 
@@ -20,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache, partial
-from itertools import zip_longest
+from itertools import product, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +62,10 @@ class Side:
         )
 
     def forward(self, state: BatchState, tokens: Sequence[int]) -> mx.array:
+        """A window of these tokens in all rows."""
         with dispatch.step():
             state.begin(len(tokens))
-            logits = self.loaded.model(mx.array([list(tokens)]), cache=state.caches)
+            logits = self.loaded.model(mx.array([list(tokens)] * state.num_rows), cache=state.caches)
             state.commit()
         mx.eval(logits, state.arrays())
         return logits
@@ -98,10 +100,20 @@ def prefilled(side: Side, row: Sequence[int], chunk: int) -> tuple[BatchState, f
     return state, time.perf_counter() - begun
 
 
-def speed(plain: Side, coded: Side, row: Sequence[int], pair: int, chunk: int) -> dict[str, Any]:
+def widened(state: BatchState, batch: int) -> BatchState:
+    """The same with so many copies of its row."""
+    for copy in [state.fork(0) for _ in range(batch - 1)]:
+        state.join(copy)
+    mx.eval(state.arrays())
+    return state
+
+
+def speed(plain: Side, coded: Side, row: Sequence[int], pair: int, chunk: int, batch: int) -> dict[str, Any]:
     """One pair; who goes first alternates. Ratios above 1 are gains of the codec. Tokens are decoded by turns: medians of their times."""
     sides = (plain, coded) if pair % 2 else (coded, plain)
     states = {side: prefilled(side, row, chunk) for side in sides}
+    for state, _ in states.values():
+        widened(state, batch)
     seconds: dict[Side, list[float]] = {side: [] for side in sides}
     tokens = dict.fromkeys(sides, row[-1])
     for _ in range(DECODED):
@@ -171,7 +183,7 @@ class Bench:
         self.plain = Side(self.loaded, KvScheme())
         self.sides: dict[str, Side] = {}
         self.found: dict[tuple[str, int], dict[str, Any]] = {}
-        self.warm: set[tuple[Side, int]] = set()
+        self.warm: set[tuple[Side, int, int]] = set()
 
     def coded(self, scheme: str) -> Side:
         """A scheme's side, warm. Raises ValueError for one that the model can't run under."""
@@ -181,12 +193,12 @@ class Bench:
                 prefilled(one, self.text[: 2 * STEP], STEP)
         return self.sides[scheme]
 
-    def warmed(self, coded: Side, row: Sequence[int]) -> None:
+    def warmed(self, coded: Side, row: Sequence[int], batch: int) -> None:
         """A prefill and a few steps of either side beforehand on a GPU, where plans and graphs are made for lengths."""
         for side in (self.plain, coded):
-            if mx.default_device() == mx.Device(mx.gpu) and (side, len(row)) not in self.warm:
-                self.warm.add((side, len(row)))
-                state, _ = prefilled(side, row, EngineConfig().prefill_chunk)
+            if mx.default_device() == mx.Device(mx.gpu) and (side, len(row), batch) not in self.warm:
+                self.warm.add((side, len(row), batch))
+                state = widened(prefilled(side, row, EngineConfig().prefill_chunk)[0], batch)
                 for _ in range(4):
                     side.forward(state, [row[-1]])
 
@@ -204,20 +216,21 @@ class Bench:
             self.found |= {(name, context): one for name, one in quality(self.plain, sides, rows).items()}
         return self.found[scheme, context]
 
-    def cell(self, kind: str, scheme: str, context: int, pair: int) -> dict[str, Any]:
+    def cell(self, kind: str, scheme: str, context: int, pair: int, batch: int = 1) -> dict[str, Any]:
         coded, rows = self.coded(scheme), self.rows(context)
         about = {
             "kind": kind,
             "scheme": scheme,
             "context": context,
+            "batch": batch,
             "model": self.loaded.path.name,
             "device": str(mx.default_device()),
             "kernels": self.kernels.name,
         }
         if kind == "quality":
             return {**about, **self.quality(scheme, context, rows)}
-        self.warmed(coded, rows[0])
-        return {**about, "pair": pair, **speed(self.plain, coded, rows[0], pair, EngineConfig().prefill_chunk)}
+        self.warmed(coded, rows[0], batch)
+        return {**about, "pair": pair, **speed(self.plain, coded, rows[0], pair, EngineConfig().prefill_chunk, batch)}
 
 
 def cells(bench: Callable[[], Bench], args: argparse.Namespace) -> Iterator[Cell]:
@@ -228,10 +241,12 @@ def cells(bench: Callable[[], Bench], args: argparse.Namespace) -> Iterator[Cell
     }
     for quality_at, speed_at in zip_longest(lengths["quality"], lengths["speed"]):
         for kind, context, pairs in (("quality", quality_at, 1), ("speed", speed_at, args.pairs)):
-            for pair in range(pairs if context is not None else 0):
-                for scheme in schemes:
-                    name = f"{kind} {args.kernels} {scheme} {context}" + (f" pair {pair}" if kind == "speed" else "")
-                    yield Cell(name, partial(lambda *what: bench().cell(*what), kind, scheme, context, pair))
+            batches = [int(one) for one in args.batch.split(",")] if kind == "speed" else [1]
+            for pair, batch, scheme in product(range(pairs if context is not None else 0), batches, schemes):
+                name = f"{kind} {args.kernels} {scheme} {context}"
+                if kind == "speed":
+                    name += f" pair {pair}" if batch == 1 else f" batch {batch} pair {pair}"
+                yield Cell(name, partial(lambda *what: bench().cell(*what), kind, scheme, context, pair, batch))
 
 
 def table(found: Sequence[dict[str, Any]]) -> str:
@@ -240,8 +255,9 @@ def table(found: Sequence[dict[str, Any]]) -> str:
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     good = [one for one in found if "error" not in one]
-    for kernels, scheme, context in dict.fromkeys((one["kernels"], one["scheme"], one["context"]) for one in good):
-        own = [one for one in good if (one["kernels"], one["scheme"], one["context"]) == (kernels, scheme, context)]
+    for key in sorted({_key(one) for one in good}):
+        own = [one for one in good if _key(one) == key]
+        kernels, scheme, context, batch = key
         pairs = [one for one in own if one["kind"] == "speed"]
         told = ["", "", "", "", "", "", ""]
         for one in own:
@@ -255,8 +271,14 @@ def table(found: Sequence[dict[str, Any]]) -> str:
         if pairs:
             told[4] = f"{pairs[-1]['bytes'] / pairs[-1]['bytes_plain']:.3f}"
             told[5], told[6] = (_ratio([one[name] for one in pairs]) for name in ("prefill_ratio", "decode_ratio"))
-        lines.append(f"| {scheme} | {kernels} | {context} | {' | '.join(told)} | {len(pairs) or ''} |")
+        rows = f"{context}, {batch} rows" if batch > 1 else context
+        lines.append(f"| {scheme} | {kernels} | {rows} | {' | '.join(told)} | {len(pairs) or ''} |")
     return "\n".join(lines)
+
+
+def _key(result: Mapping[str, Any]) -> tuple[str, str, int, int]:
+    """What a line of the table is about."""
+    return result["kernels"], result["scheme"], result["context"], result.get("batch", 1)
 
 
 def _ratio(values: Sequence[float]) -> str:
@@ -272,6 +294,7 @@ def main() -> None:
     parser.add_argument("--speed", default="4096,1024,7168")
     parser.add_argument("--rows", type=int, default=2)
     parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--batch", default="1", help="rows that decode together")
     parser.add_argument("--random", default=None, metavar="SHAPE", help="a model of random weights: 1B-16, 8B-4, ...")
     parser.add_argument("--kernels", choices=("stock", "native"), default="native")
     add_arguments(parser, "kv_codecs")

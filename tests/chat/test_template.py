@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from gnomon.chat.messages import ChatError
+from gnomon.chat.messages import ChatError, joined
 from gnomon.chat.template import ChatTemplate
 from gnomon.chat.tokenizer import Tokenizer
 
@@ -143,7 +143,7 @@ def test_a_template_refuses_in_its_own_words():
     with pytest.raises(
         ChatError, match=r"^Conversation roles must alternate user/assistant/user/assistant/\.\.\.$"
     ) as caught:
-        template.render([HELLO[0], HELLO[0]])
+        template.render([{"role": "assistant", "content": "Hi"}, HELLO[0]])
     assert (caught.value.param, caught.value.code) == ("messages", "template_error")
 
 
@@ -269,6 +269,31 @@ def test_late_system_messages_stay_in_their_place(name):
     # A conversation that goes on begins as before.
     before = template.render(LATE[:4], add_generation_prompt=False).text
     assert template.render(LATE).text.startswith(before)
+
+
+def test_turns_in_a_row_are_joined_where_the_template_wants_them_to_alternate():
+    """As Codex 0.171.0, Goose 0.20.1 and opencode 1.18.33 send them. Gemma 3 refuses them, Qwen 3 writes them."""
+    users = [{"role": "user", "content": text} for text in ("a", "b", "")]
+    assistants = [{"role": "assistant", "content": text} for text in ("c", "d")]
+    row = [SYSTEM[0], *users, *assistants, {"role": "user", "content": "e"}]
+    one = [
+        SYSTEM[0],
+        {"role": "user", "content": "a\n\nb"},
+        {"role": "assistant", "content": "c\n\nd"},
+        {"role": "user", "content": "e"},
+    ]
+    made = tokenizer("gemma3")
+    assert ChatTemplate(made).render(row).text == oracle(made, one)[0]
+    made = tokenizer("qwen3")
+    assert ChatTemplate(made).render(row).text == oracle(made, row)[0]
+
+
+@pytest.mark.parametrize("role", ["tool", "assistant"])
+def test_results_and_calls_are_not_joined(role):
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    more = {"tool_calls": [call]} if role == "assistant" else {"tool_call_id": "1"}
+    row = [{"role": role, "content": text, **more} for text in ("a", "b")]
+    assert joined(row) == row
 
 
 def test_late_system_messages_of_a_template_that_wants_them_first():

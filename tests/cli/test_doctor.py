@@ -57,7 +57,10 @@ def test_what_kernels_are_on_an_nvidia_gpu(look: Look, monkeypatch: pytest.Monke
         assert (status, found["kernels"]["state"]) == (0, "ok")
         return found["kernels"]["found"]
 
-    assert kernels() == "stock operations (what auto means on cuda)"
+    monkeypatch.setattr("gnomon.kernels.cuda.sources.capability", lambda: 89)
+    assert kernels() == "stock operations (what auto means on this GPU)"
+    monkeypatch.setattr("gnomon.kernels.cuda.sources.capability", lambda: 90)
+    assert kernels().startswith("native for CUDA, compiled when first used: quantized_matmul")
     assert kernels("--kernels", "native").startswith("native for CUDA, compiled when first used: quantized_matmul")
     assert kernels("--l1") == "stock operations (asked for)"
     assert kernels("--kernels", "int8") == "stock operations (int8 ones are for CPUs, this is cuda)"

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -19,7 +20,7 @@ from fake_engine import FakeEngine, Job, Live, eventually, live_server, prompts
 
 from gnomon.cli.main import main
 
-TEMPLATE = Path(__file__).parents[1] / "chat" / "templates" / "qwen3.jinja"
+TEMPLATES = Path(__file__).parents[1] / "chat" / "templates"
 DONE = "The greeting is fixed."
 BROKEN = 'print("Helo, world")\n'
 
@@ -77,9 +78,15 @@ def model(name: str, repo: Path) -> Model:
 
 
 @pytest.fixture
-def live(model: Model) -> Iterator[Live[FakeEngine]]:
+def template() -> str:
+    return "qwen3"
+
+
+@pytest.fixture
+def live(model: Model, template: str) -> Iterator[Live[FakeEngine]]:
+    text = (TEMPLATES / f"{template}.jinja").read_text("utf-8")
     # A byte is a token.
-    with live_server(FakeEngine(model, context_length=1_000_000), template=TEMPLATE.read_text("utf-8")) as made:
+    with live_server(FakeEngine(model, context_length=1_000_000), template=text) as made:
         yield made
 
 
@@ -126,12 +133,9 @@ def helpers(repo: Path) -> Iterator[None]:
     """What an agent leaves running is ended: Cline keeps a hub."""
     yield
     for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            at_home = f"HOME={repo.parent / 'home'}\0".encode() in (entry / "environ").read_bytes()
-        except OSError:
-            continue
-        if at_home:
-            os.kill(int(entry.name), signal.SIGKILL)
+        with suppress(OSError):  # one that has gone by itself
+            if f"HOME={repo.parent / 'home'}\0".encode() in (entry / "environ").read_bytes():
+                os.kill(int(entry.name), signal.SIGKILL)
 
 
 @pytest.mark.usefixtures("helpers")
@@ -156,6 +160,21 @@ def test_the_task_is_done(name: str, live: Live[FakeEngine], repo: Path, monkeyp
         else:
             assert after.startswith(before + (thinking(step) if agent.keeps == "thinking" else f"Step {step}."))
     assert not live.engine.open
+
+
+@pytest.mark.parametrize("template", ["gemma3"])
+@pytest.mark.usefixtures("helpers")
+def test_the_task_is_done_where_turns_must_alternate(
+    name: str, live: Live[FakeEngine], repo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Codex, Goose and opencode send two turns of the user's in a row, which Gemma 3's template refuses."""
+    agent, out = AGENTS[name], repo.parent / "out"
+    assert started(name, live.url, repo, monkeypatch, out).wait(240) == 0, out.read_text()
+    assert statuses(live.url) == {"200"}, out.read_text()
+    if agent.says or len(agent.turns) == 2:
+        assert (repo / "greet.py").read_text() == BROKEN.replace("Helo", "Hello")
+    else:
+        assert DONE in out.read_text()
 
 
 @pytest.mark.usefixtures("helpers")

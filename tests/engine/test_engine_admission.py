@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import re
+import sys
 import threading
 import time
 from typing import Any
@@ -456,3 +457,15 @@ def test_while_the_model_loads_nothing_is_taken() -> None:
     finally:
         gate.set()
         engine.stop()
+
+
+def test_other_threads_of_the_process_give_the_interpreter_back_soon() -> None:
+    """By default in 5 ms, which a step waits several times over while a prompt is rendered."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(0.005)
+    try:
+        with tiny_engine() as engine:
+            engine.wait(120)
+            assert sys.getswitchinterval() <= 0.0005
+    finally:
+        sys.setswitchinterval(before)

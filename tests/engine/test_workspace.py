@@ -74,6 +74,30 @@ def test_kernels_that_read_codes_hold_no_scores(monkeypatch: pytest.MonkeyPatch)
     assert not workspace_of(loaded, coding).pair_bytes
 
 
+@pytest.mark.parametrize(
+    ("shape", "coded", "paged", "pair", "copies"),
+    [
+        ({}, False, False, 0, 2),
+        ({}, True, False, 0, 3),
+        ({}, False, True, 0, 3),
+        ({"head_dim": 256}, False, False, 4 * 2, 2),
+    ],
+)
+def test_what_cuda_holds(
+    shape: dict[str, Any], coded: bool, paged: bool, pair: int, copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2 heads of keys and as many of values in bfloat16, copied in each of two layers; 4 heads of scores where no kernel takes them."""
+    shape = {"head_dim": 64} | shape
+    loaded = tiny_loaded("llama", model=tiny_models.make("llama", dtype="bfloat16", **shape))
+    loaded = replace(loaded, config={**tiny_models.config("llama"), **shape})
+    coding = coding_for(loaded, KvScheme("turbo")) if coded else None
+    monkeypatch.setattr("gnomon.engine.workspace.native.is_cuda", lambda: True)
+    found = workspace_of(loaded, coding, paged=paged)
+    layer = copies * (2 * 2 * shape["head_dim"] * 2)
+    assert found == Workspace(pair, layer, 3, 2)
+    assert found.beside(2048, 1000) == 1000 * 2 * layer + 1000 * 1000 * 3 + (2048 * 1000 * pair)
+
+
 def test_a_prompt_runs_in_the_narrower_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """16 bytes a pair, 200 tokens: 64 queries take 204,800 bytes, 16 take 51,200."""
     monkeypatch.setattr("gnomon.engine.workspace.LIMIT", 60_000)

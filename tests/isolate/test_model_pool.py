@@ -379,6 +379,7 @@ class Fake:
 
     def __init__(self, ended: Callable[[], None]) -> None:
         self.ended = ended
+        self.lock, self.stopped = threading.Lock(), False
 
     def wait(self, deaths: int | None = None) -> ModelInfo:
         time.sleep(random.random() / 300)
@@ -397,7 +398,11 @@ class Fake:
         return True
 
     def stop(self) -> None:
-        self.ended()
+        """As a real one, which a pool that ends may stop while it is leaving."""
+        with self.lock:
+            again, self.stopped = self.stopped, True
+        if not again:
+            self.ended()
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -14,6 +14,7 @@ from mlx_lm.models import llama, qwen3
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from gnomon.kernels import dispatch, native
+from gnomon.kernels.blocks import flat_test
 from gnomon.kernels.cuda import attention, decode, operations, products
 from gnomon.kernels.cuda.products import Normed, Weights
 from gnomon.state.batch_state import BatchState
@@ -231,9 +232,21 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
         return narrow(dense(table)[tokens], norm, eps)
 
     def attend(
-        form: Any, qkv: Any, keys: Any, values: Any, lengths: Any, inverse: Any, counters: Any, norms: Any
+        form: Any,
+        qkv: Any,
+        keys: Any,
+        values: Any,
+        lengths: Any,
+        inverse: Any,
+        counters: Any,
+        norms: Any,
+        in_window: bool,
     ) -> Any:
         b, d = qkv.shape[0], form.size
+        home, starts = mx.arange(b), lengths
+        if in_window:  # bits 26 to 30 are the row, 21 to 25 which token of its window, the rest its position
+            home, lengths = lengths >> 26, lengths & ((1 << 21) - 1)
+            starts = lengths - ((starts >> 21) & 31)
         heads = qkv.reshape(b, -1, 1, d)
         q, k, v = mx.split(heads, [form.q_heads, form.q_heads + form.kv_heads], axis=1)
         if norms is not None:
@@ -242,14 +255,17 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
             mx.fast.rope(a, d, traditional=form.traditional, base=None, scale=1.0, offset=lengths, freqs=1 / inverse)
             for a in (q, k)
         )
-        seen = mx.arange(keys.shape[2] + 1)[None] < lengths[:, None]
-        seen = (seen | (mx.arange(keys.shape[2] + 1) == keys.shape[2])[None])[:, None, None]
+        place = home * 2**21 + lengths
+        is_again = mx.tril(place[:, None] == place[None], -1).any(-1)  # what fills a window up
+        old = mx.arange(keys.shape[2])[None] < starts[:, None]
+        new = (home[:, None] == home[None]) & (lengths[None] <= lengths[:, None]) & ~is_again[None]
+        k, v = (mx.broadcast_to(a[:, :, 0].swapaxes(0, 1), (b, form.kv_heads, b, d)) for a in (k, v))
         y = mx.fast.scaled_dot_product_attention(
             q,
-            mx.concatenate([keys[:b], k], axis=2),
-            mx.concatenate([values[:b], v], axis=2),
+            mx.concatenate([keys[home], k], axis=2),
+            mx.concatenate([values[home], v], axis=2),
             scale=form.scale,
-            mask=seen,
+            mask=mx.concatenate([old, new], axis=1)[:, None, None],
         )
         return y.reshape(b, -1)
 
@@ -343,6 +359,73 @@ def test_the_decode_step_is_the_models_own_forward(
     assert error < 1.5 * usual < 0.2 * exact.std()
 
 
+@pytest.mark.parametrize(
+    ("lengths", "counts"),
+    [([7], [3]), ([5, 9, 2], [4, 1, 2]), ([5, 9, 2], [3, 3, 3]), ([40, 3], [20, 20]), ([3], [64])],
+    ids=str,
+)
+def test_a_windows_tokens_are_as_many_rows(
+    monkeypatch: pytest.MonkeyPatch, lengths: list[int], counts: list[int]
+) -> None:
+    """Padded, and flat: only the real tokens, row by row; more than 32 tokens are two launches, of which the second sees the first's."""
+    model, width = llama_model(), max(counts)
+    wide = llama_model()
+    wide.set_dtype(mx.float32)
+    stand_in(monkeypatch)
+    window = mx.array([[(11 + 5 * i + 3 * j) % 96 for j in range(width)] for i in range(len(lengths))])
+    real = [(row, i) for row, count in enumerate(counts) for i in range(count)]
+
+    def own_forward(of: Any) -> np.ndarray:
+        state = prefilled(of, lengths)
+        state.begin(width, counts if len(counts) > 1 else None)
+        logits = np.array(of(window, cache=state.caches).astype(mx.float32))
+        return np.stack([logits[place] for place in real])
+
+    expected, exact = own_forward(model), own_forward(wide)
+    decode.swap(model)
+    plain, fed = attention.attend, list[int]()
+    kept: dict[int, Any] = {}
+
+    def attend(form: Any, qkv: Any, keys: Any, values: Any, lengths: Any, *more: Any) -> Any:
+        """The stand-in, and what a first launch leaves for the second."""
+        fed.append(qkv.shape[0])
+        at = len(fed) - 1
+        if at >= len(model.layers):
+            keys, values = kept[at - len(model.layers)]
+        home, position = (lengths >> 26).tolist(), (lengths & (2**21 - 1)).tolist()
+        heads = qkv.reshape(qkv.shape[0], -1, form.size)
+        k = heads[:, form.q_heads : form.q_heads + form.kv_heads, None]
+        k = mx.fast.rope(k, form.size, traditional=False, base=1e4, scale=1.0, offset=lengths & (2**21 - 1))
+        with_new = [mx.array(keys), mx.array(values)]
+        for i, (row, slot) in enumerate(zip(home, position, strict=True)):
+            with_new[0][row, :, slot] = k[i, :, 0]
+            with_new[1][row, :, slot] = heads[i, form.q_heads + form.kv_heads :]
+        kept[at] = with_new
+        return plain(form, qkv, keys, values, lengths, *more)
+
+    monkeypatch.setattr(attention, "attend", attend)
+    for flat in (False, True) if len(lengths) > 1 else (False,):
+        state = prefilled(model, lengths)
+        fed.clear()
+        state.begin(width, counts if len(counts) > 1 else None, flat=flat)
+        given = mx.array([[int(window[place].item())] for place in real]) if flat else window
+        dispatch.choose(True)
+        try:
+            assert flat_test(model)(state.caches) == (64 if len(lengths) > 1 else 0)
+            with dispatch.step():
+                logits = np.array(model(given, cache=state.caches).astype(mx.float32))
+        finally:
+            dispatch.choose(False)
+        state.commit()
+        assert logits.shape[:2] == given.shape
+        assert state.lengths == [length + count for length, count in zip(lengths, counts, strict=True)]
+        state.check_integrity()
+        assert sum(fed[:: len(model.layers)]) >= given.size
+        found = logits[:, 0] if flat else np.stack([logits[place] for place in real])
+        error, usual = (np.sqrt(((y - exact) ** 2).mean()) for y in (found, expected))
+        assert error < 1.5 * usual < 0.2 * exact.std()
+
+
 def test_what_the_decode_step_leaves_to_the_model() -> None:
     model = llama_model()
     decoder = decode.Decoder.of(model)
@@ -351,7 +434,7 @@ def test_what_the_decode_step_leaves_to_the_model() -> None:
     empty.begin(1)
     token = mx.zeros((1, 1), dtype=mx.int32)
     assert decoder.step(token, empty.caches) is None  # no buffers yet
-    assert decoder.step(mx.zeros((33, 1), dtype=mx.int32), empty.caches) is None
+    assert decoder.step(mx.zeros((65, 1), dtype=mx.int32), empty.caches) is None
     assert decoder.step(token, [KVCache() for _ in model.layers]) is None
     assert decoder.is_current()
     model.model.layers[1].mlp.up_proj.weight = model.model.layers[1].mlp.up_proj.weight + 1
@@ -390,11 +473,16 @@ def test_shared_buffers_grow_for_appends_in_place() -> None:
     assert (np.array(keys[0, :, :256].astype(mx.float32)) == kept).all()
 
 
-@pytest.mark.parametrize(("policy", "is_native"), [("auto", False), ("stock", False), ("native", True)])
+@pytest.mark.parametrize(
+    ("policy", "capability", "is_native"),
+    [("auto", 90, True), ("auto", 89, False), ("auto", 120, False), ("stock", 90, False), ("native", 89, True)],
+)
 def test_which_policy_takes_these_kernels(
-    policy: native.Policy, is_native: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    policy: native.Policy, capability: int, is_native: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """Unasked for only on the GPUs that they were checked and measured on."""
     monkeypatch.setattr(native, "is_cuda", lambda: True)
+    monkeypatch.setattr("gnomon.kernels.cuda.sources.capability", lambda: capability)
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
     try:
         found = native.start(policy, cache=tmp_path, graph=False)

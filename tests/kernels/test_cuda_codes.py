@@ -14,6 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from gnomon.kernels import coded as views
 from gnomon.kernels import codes as contract
 from gnomon.kernels import dispatch, native
+from gnomon.kernels.blocks import flat_test
 from gnomon.kernels.codes import AFFINE, ROTATED, SHIFTED, Codes
 from gnomon.kernels.cuda import attention, coded, coded_attention, codes, decode, windows
 from gnomon.state.batch_state import BatchState
@@ -21,6 +22,7 @@ from gnomon.state.codecs import Affine, Codec, Coding, Turbo
 from gnomon.state.codecs.codec import Fetched
 from gnomon.state.codecs.turbo import unrotate
 from kernels.test_cuda import llama_model, stand_in
+from kernels.test_cuda_graph import windows_and_steps
 
 
 @pytest.fixture
@@ -187,11 +189,18 @@ def test_the_decode_step_takes_coded_states(monkeypatch: pytest.MonkeyPatch, cod
         with dispatch.step():
             logits = np.array(model(tokens, cache=state.caches).astype(mx.float32))
         state.commit()
+        assert len(seen) == len(model.layers)
+        assert state.lengths == [length + 1 for length in lengths]
+        assert flat_test(model)(state.caches) == (64 if len(lengths) > 1 else 0)
+        if len(lengths) > 1:
+            state.begin(2, [2, 1, 2], flat=True)
+            with dispatch.step():
+                assert model(tokens[mx.array([0, 0, 1, 2, 2])], cache=state.caches).shape == (5, 1, 96)
+            state.commit()
+            assert state.lengths == [length + 1 + count for length, count in zip(lengths, (2, 1, 2), strict=True)]
     finally:
         dispatch.choose(False)
-    assert len(seen) == len(model.layers)
     assert "decode" not in dispatch.stock_calls
-    assert state.lengths == [length + 1 for length in lengths]
     state.check_integrity()
     # 8 bits leave little; bf16 rounds in other places.
     assert np.abs(logits - expected).max() < 0.1 * expected.std()
@@ -210,6 +219,23 @@ def test_rows_held_in_different_ways_are_the_models_own_forward() -> None:
     layer: Any = state.caches[0]
     assert layer.codes_in_place(64, mx.bfloat16) is None
     assert decoder.step(mx.zeros((2, 1), dtype=mx.int32), state.caches) is None
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("codec", [Affine(8), Affine(4), Turbo(8, 3)], ids=str)
+def test_a_windows_token_has_the_bits_of_a_step_over_codes(codec: Codec, tmp_path: Path) -> None:
+    views.install()
+    model = llama_model()
+    cases = [([7], [[2], [5], [17], [9]]), ([7, 131, 300], [[3, 3, 3], [4, 1, 2], [10, 10, 10]])]
+    native.prepare(model, "native", cache=tmp_path)
+    try:
+        with dispatch.step():
+            states = [[prefilled(model, codec, lengths) for _ in range(2)] for lengths, _ in cases]
+            for (single, whole), (_, windows) in zip(states, cases, strict=True):
+                windows_and_steps(model, single, whole, windows)
+    finally:
+        dispatch.choose(False)
+    assert "decode" not in dispatch.stock_calls
 
 
 @pytest.mark.device

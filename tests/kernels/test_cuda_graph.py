@@ -17,8 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gnomon.kernels import build, dispatch, native
-from gnomon.kernels.cuda import decode, graphs, nvrtc, record, sources
+from gnomon.kernels.blocks import flat_test
+from gnomon.kernels.cuda import attention, decode, graphs, nvrtc, record, sources
 from gnomon.kernels.cuda.record import Plan, Symbol
+from gnomon.state.batch_state import BatchState
 from kernels.test_build import fake_compiler
 from kernels.test_cuda import llama_model, prefilled
 
@@ -47,6 +49,37 @@ def test_a_step_is_taken_down_with_the_kernels_that_run_one_by_one() -> None:
     assert attend.grid == (4, 2, 3)  # stretches of 512 slots, blocks of two heads, rows
     assert any(array is model.model.layers[0].self_attn.q_proj.weight for array in plan.calls[2].inputs)
     assert sources.thread.recorder is None
+
+
+def test_a_windows_step_writes_keys_and_values_in_front_of_attention() -> None:
+    decoder = decode.Decoder.of(llama_model())
+    assert isinstance(decoder, decode.Decoder)
+    buffers = [mx.zeros((4, 2, 512, 64), dtype=mx.bfloat16)] * 4
+    plan = record.record([mx.zeros(12, dtype=mx.int32), *buffers], 12, decoder.chain)
+    layer = ["plain", "append", "attend", "add", "gated", "add"]
+    assert [c.kernel.name for c in plan.calls] == ["take", "embed", *layer, *layer, "plain"]
+    assert plan.result is not None
+    assert plan.result.shape == (12, 96)
+    append, attend = plan.calls[3:5]
+    assert (append.grid, attend.grid) == ((1, 1, 12), (4, 2, 12))
+    assert append.outputs[0] is attend.inputs[-1]  # or kernels one by one might change places
+    assert append.kernel.waits
+    assert attend.kernel.waits
+    plain = record.record([mx.zeros((12, 1), dtype=mx.int32), *buffers], 12, decoder.chain)
+    assert attend.kernel.full_name not in {c.kernel.full_name for c in plain.calls}
+
+
+@given(st.lists(st.tuples(st.integers(0, 2**21 - 40), st.integers(1, 16)), min_size=1, max_size=2), st.integers(0, 30))
+def test_a_spot_names_row_position_and_place(rows: list[tuple[int, int]], first: int) -> None:
+    places = [(i + first, start + n) for i, (start, count) in enumerate(rows) for n in range(count)]
+    found = attention.spots(places, 32)
+    assert len(found) == 32
+    last = found[len(places) - 1]
+    assert set(found[len(places) - 1 :]) == {last}
+    for spot, (row, position) in zip(found, places, strict=False):
+        assert 0 <= spot < 2**31
+        start = dict(enumerate(rows, first))[row][0]
+        assert (spot >> 26, spot & (2**21 - 1), spot >> 21 & 31) == (row, position, position - start)
 
 
 def test_the_text_of_a_kernel_declares_what_its_body_names() -> None:
@@ -124,7 +157,7 @@ class Maker:
         self.made: list[Made] = []
 
     def make(self, inputs: Sequence[mx.array], numbers: int, step: object, shape: list[int]) -> Made:
-        assert [numbers, 1, 96] == [inputs[0].shape[0], *shape[1:]]
+        assert [numbers, 1, 96] == [inputs[0].shape[0], *shape[1:]] == shape
         if self.error is not None:
             raise self.error
         self.made.append(Made([record.roomy(a.shape) for a in inputs]))
@@ -161,6 +194,34 @@ def test_a_graph_is_made_once_for_so_many_rows_and_slots(monkeypatch: pytest.Mon
     assert len(maker.made) == 3
     steps(decoder, one)
     assert len(maker.made) == 4
+
+
+def test_windows_share_graphs_of_a_few_sizes() -> None:
+    model = llama_model(num_hidden_layers=1)
+    decoder = decode.Decoder.of(model)
+    assert isinstance(decoder, decode.Decoder)
+    maker: Any = Maker()
+    decoder.graphs = maker
+    state = prefilled(model, [9, 4])
+    for counts, size in (([3, 3], 6), ([4, 1], 8), ([1, 4], 8), ([1, 1], None), ([4, 4], 8), ([20, 20], 32)):
+        width = max(counts)
+        state.begin(width, counts)
+        before = state.lengths
+        logits = decoder.step(mx.zeros((2, width), dtype=mx.int32), state.caches)
+        state.commit()
+        assert logits is not None
+        assert logits.shape == (2, width, 96)
+        if size is not None:
+            graph = next(m for m in maker.made if m.shapes[0] == (size,))
+            places = [(row, before[row] + i) for row in range(2) for i in range(width)]
+            expected = [
+                attention.spots(places[at : at + 32], size if at == 0 else 8) for at in range(0, len(places), 32)
+            ]
+            assert graph.lengths[-1] == expected[0]
+            assert len(expected) == 1 or maker.made[1].lengths[-1] == expected[1]
+        layer: Any = state.caches[0]
+        assert layer.appending is logits  # what whoever evaluates the states waits for
+    assert [m.shapes[0] for m in maker.made] == [(6,), (8,), (2, 1), (32,)]
 
 
 @pytest.mark.parametrize(
@@ -321,6 +382,63 @@ def test_one_launch_has_the_bits_of_kernels_one_by_one(bit: int, tmp_path_factor
                 cache.advance_in_place()
             state.commit()
         np.array(model.model.layers[turn % 2].mlp.down_proj.weight.view(mx.uint16))
+
+
+def windows_and_steps(model: Any, single: BatchState, whole: BatchState, windows: Sequence[Sequence[int]]) -> None:
+    """Windows over one state, padded and flat by turns, have the logits of single steps over its like, and of what is taken back nothing
+    stays."""
+    for turn, counts in enumerate(windows):
+        width, rows = max(counts), len(counts)
+        tokens = np.array([[(11 + 5 * i + 7 * j + turn) % 96 for j in range(width)] for i in range(rows)])
+        real = [(row, i) for row, count in enumerate(counts) for i in range(count)]
+        alone: dict[tuple[int, int], np.ndarray] = {}
+        for i in range(width):
+            single.begin(1, [int(i < count) for count in counts] if rows > 1 else None)
+            logits = model(mx.array(tokens[:, i : i + 1]), cache=single.caches)
+            single.commit()
+            alone |= {(row, i): bits(logits[row, 0]) for row in range(rows) if i < counts[row]}
+        flat = bool(turn % 2) and flat_test(model)(whole.caches) >= len(real) > 1
+        whole.begin(width, counts if rows > 1 else None, flat=flat)
+        fed = [[tokens[place]] for place in real] if flat else tokens
+        logits = model(mx.array(np.array(fed)), cache=whole.caches)
+        whole.commit()
+        mx.eval(whole.arrays())
+        found = bits(logits)
+        for n, place in enumerate(real):
+            assert (alone[place] == (found[n, 0] if flat else found[place])).all(), (turn, place)
+        back = [count // 2 for count in counts]
+        whole.rollback(back)
+        single.trim(back)
+        whole.check_integrity()
+        assert whole.lengths == single.lengths
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("graph", [True, False], ids=["one launch", "kernel by kernel"])
+@pytest.mark.parametrize("bit", [4, 16])
+def test_a_windows_token_has_the_bits_of_a_step(
+    bit: int, graph: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    model = llama_model()
+    if bit != 16:
+        nn.quantize(model, 64, bit)
+        mx.eval(model.parameters())
+    cases = [
+        ([5], [[2], [5], [17], [1], [40], [3]]),
+        ([254, 700, 9], [[3, 3, 3], [4, 1, 2], [1, 9, 1], [12, 12, 12], [5, 1, 20]]),
+        ([65, 1, 5, 6, 7, 400, 128, 129], [[4] * 8, [1, 2, 3, 4, 5, 6, 7, 4], [5] * 8]),
+    ]
+    kernels = native.prepare(model, "native", cache=tmp_path_factory.mktemp("kernels"), graph=graph)
+    assert (kernels.graph is None) == graph
+    try:
+        with dispatch.step():
+            states = [[prefilled(model, lengths) for _ in range(2)] for lengths, _ in cases]
+            dispatch.stock_calls.clear()  # a prompt of one token finds no buffers yet
+            for (single, whole), (_, windows) in zip(states, cases, strict=True):
+                windows_and_steps(model, single, whole, windows)
+    finally:
+        dispatch.choose(False)
+    assert "decode" not in dispatch.stock_calls
 
 
 @pytest.mark.device

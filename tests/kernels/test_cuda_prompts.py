@@ -88,6 +88,40 @@ def test_prompts_of_any_length_have_few_shapes() -> None:
     assert all(n <= prompts.filled(n) <= max(64, n + max(63, n // 4)) for n in range(1, 32769))
 
 
+def shapes_of(chunks: list[tuple[int, int]]) -> list[tuple[int, int, Any]]:
+    """Queries, keys and mask that stock attention is asked for, by chunk of (tokens before, tokens)."""
+    seen: list[tuple[int, int, Any]] = []
+
+    def stock(q: mx.array, k: mx.array, v: mx.array, *, mask: Any, **how: Any) -> mx.array:
+        seen.append((q.shape[2], k.shape[2], mask))
+        return q
+
+    for before, length in chunks:
+        q, k = (mx.zeros((1, 1, n, 8), mx.bfloat16) for n in (length, before + length))
+        prompts.attend(stock, q, k, k, scale=1.0, mask="causal")
+    return seen
+
+
+def test_the_engines_chunks_need_no_written_mask() -> None:
+    """A prompt of 40,000 tokens but one: all chunks of 2048 go as they are, and the last one has as many keys more as queries."""
+    chunks = [(before, min(2048, 39_999 - before)) for before in range(0, 39_999, 2048)]
+    found = shapes_of(chunks)
+    assert found[:-1] == [(2048, before + 2048, "causal") for before, _ in chunks[:-1]]
+    assert found[-1] == (1280, 19 * 2048 + 1280, "causal")
+
+
+def test_layers_share_a_written_mask() -> None:
+    with dispatch.step():
+        first, second = (mask for *_, mask in shapes_of([(300, 40), (300, 40)]))
+        assert first is second
+        assert first.shape == (64, 384)
+        own = np.array(first.astype(mx.float32))
+        assert np.array_equal(own == 0, np.arange(384)[None] <= 300 + np.arange(64)[:, None])
+        assert own[0, -1] == float(mx.finfo(mx.bfloat16).min)
+    with dispatch.step():
+        assert shapes_of([(300, 40)])[0][2] is not first
+
+
 @pytest.mark.parametrize(
     ("length", "before", "dtype", "how"),
     [

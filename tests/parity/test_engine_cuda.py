@@ -16,13 +16,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx import nn
+from mlx.utils import tree_map
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import dequantize_model, load_model
 
 from engine_fixtures import tiny_loaded, tiny_tokenizer
 from gnomon.chat.tokenizer import Tokenizer
-from gnomon.config import EngineConfig, KernelConfig
+from gnomon.config import EngineConfig, KernelConfig, KvScheme, SpeculationConfig
 from gnomon.engine.api import Delta, Failed, Request, SamplingParams
 from gnomon.engine.engine import Engine, load
 from gnomon.engine.settings import Settings
@@ -115,14 +116,12 @@ def scores(model: Any, prompt: Sequence[int], ids: Sequence[int]) -> np.ndarray:
     return np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
 
 
-def compare(
-    model: nn.Module, prompts: Sequence[Sequence[int]], stock: Sequence[Answer], ours: Sequence[Answer]
-) -> None:
-    """Native operations are no further from float32 than stock ones are, and where texts part, both tokens are nearly as likely."""
+def compare(wide: nn.Module, prompts: Sequence[Sequence[int]], stock: Sequence[Answer], ours: Sequence[Answer]) -> None:
+    """Native operations are no further from float32, as which `wide` has the model, than stock ones are, and where texts part, both tokens
+    are nearly as likely."""
     a = mx.random.normal((64, 512))
     exact = np.array(a).astype(np.float64) @ np.array(a).astype(np.float64).T
     assert np.abs(np.array(a @ a.T) - exact).max() < 1e-3, "float32 products are TF32's: set MLX_ENABLE_TF32=0"
-    wide = in_float32(model)
     errors: dict[str, list[float]] = {"stock": [], "native": []}
     partings: list[float] = []
     for prompt, theirs, own in zip(prompts, stock, ours, strict=True):
@@ -161,9 +160,62 @@ def test_tiny_models(model_type: str, bits: int | None, group: int) -> None:
         short_alone = [one for r in asked(short, 40, "short alone") for one in answers(ours, [r])]
         short_together = answers(ours, asked(short, 40, "short together"))
         assert ours.stats()["kernels"]["isa"] == native.CUDA
-    compare(model, prompts, theirs, alone)
-    compare(model, prompts, theirs, together)
+    wide = in_float32(model)
+    compare(wide, prompts, theirs, alone)
+    compare(wide, prompts, theirs, together)
     assert short_together == short_alone
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "qwen3_5", "gemma3", "gemma4", "gpt_oss", "deepseek_v3"])
+def test_other_families(model_type: str) -> None:
+    """Experts, recurrent mixers, sliding windows, sinks, latent attention: kernels where there are some, the rest stock."""
+    model = tiny(model_type, None)
+    rng = np.random.default_rng(9)
+    prompts = [rng.integers(5, VOCAB_SIZE, length).tolist() for length in (3, 40, 90)]
+    theirs = [stock(model, prompt, 16) for prompt in prompts]
+    settings = Settings(EngineConfig(batch=4, prompt_cache=0), KernelConfig(kernels="native"))
+    with Engine(lambda: tiny_loaded(model_type, model=tiny(model_type, None)), tiny_tokenizer(), settings) as ours:
+        alone = [one for r in asked(prompts, 16, "alone") for one in answers(ours, [r])]
+        together = answers(ours, asked(prompts, 16, "together"))
+        print(
+            model_type,
+            {k: v for k, v in ours.stats()["kernels"].items() if k in ("layers", "stock_calls", "graph_reason")},
+        )
+    # A copy can't be made of every model.
+    wide = make(model_type, "bfloat16", **SHAPE)
+    wide.update(tree_map(lambda x: x if x.dtype == mx.uint32 else x.astype(mx.float32), model.parameters()))
+    compare(wide, prompts, theirs, alone)
+    compare(wide, prompts, theirs, together)
+
+
+@pytest.mark.parametrize("scheme", [KvScheme(), KvScheme("affine", bits=8)], ids=["plain", "8 bits"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+def test_guessing_changes_no_bit(model_type: str, scheme: KvScheme) -> None:
+    """Windows go through the same launch as steps; guesses come in different numbers per row, and most are wrong."""
+    rng = np.random.default_rng(3)
+    # Prefilled together, these are 32 rows at most.
+    prompts = [(rng.integers(5, VOCAB_SIZE, 2).tolist() * 2)[:length] for length in (2, 2, 3, 4, 4, 3, 2, 4)]
+
+    def engine(batch: int, guesses: int | None) -> Engine:
+        settings = Settings(
+            EngineConfig(batch=batch, prompt_cache=0),
+            KernelConfig(kernels="native"),
+            scheme,
+            speculation=SpeculationConfig(
+                draft_kind="ngram" if guesses else "auto", num_draft_tokens=guesses, ngram_max=2
+            ),
+        )
+        model = tiny(model_type, 4)
+        return Engine(lambda: tiny_loaded(model_type, model=model), tiny_tokenizer(), settings)
+
+    with engine(1, None) as serial:
+        alone = [one for r in asked(prompts, 40, "alone") for one in answers(serial, [r])]
+    for batch, guesses in ((1, 4), (1, 16), (2, 3), (8, 2), (8, 10)):
+        with engine(batch, guesses) as guessing:
+            assert answers(guessing, asked(prompts, 40, f"{batch} at once")) == alone
+            stats = guessing.stats()
+        assert stats["proposals"]["proposed"] > 0
+        assert stats["kernels"]["graph"]
 
 
 @pytest.mark.network
@@ -181,5 +233,6 @@ def test_the_starter(starter_path: Path) -> None:
     for question, stock_answer, own in zip(QUESTIONS, theirs, alone, strict=True):
         same = next((i for i, (x, y) in enumerate(zip(own.ids, stock_answer.ids, strict=True)) if x != y), len(own.ids))
         print(f"{question} the same for {same} tokens: {tokenizer.decode(own.ids)!r}")
-    compare(model, prompts, theirs, alone)
-    compare(model, prompts, theirs, together)
+    wide = in_float32(model)
+    compare(wide, prompts, theirs, alone)
+    compare(wide, prompts, theirs, together)

@@ -257,6 +257,30 @@ def test_names_are_told_and_keys_are_not(engine: FakeEngine, keys: Path, caplog:
         assert secret not in everything
 
 
+@pytest.mark.parametrize("apart", [False, True])
+def test_states_of_a_key_of_its_own(keys: Path, apart: bool) -> None:
+    """Whatever route a prompt comes by; a stored response and what follows on it are the key's, too."""
+    asked: list[str] = []
+
+    def script(job: Job) -> None:
+        asked.append(job.request.namespace)
+        job.say("A")
+
+    with client_of(FakeEngine(script), api_key_file=keys, prompt_cache_per_key=apart) as client:
+        for key in ("one", "two", "one"):
+            bodies: dict[str, dict[str, object]] = {
+                CHAT: user("Hi"),
+                "/v1/completions": {"prompt": "Hi"},
+                "/v1/messages": {"max_tokens": 5, "messages": user("Hi")["messages"]},
+                "/v1/responses": {"input": "Hi"},
+            }
+            for route, body in bodies.items():
+                answer = client.post(route, json={"model": "any", **body}, headers=bearer(key))
+                assert answer.status_code == 200, answer.text
+    one, two = (" of key laptop", " of key ci") if apart else ("", "")
+    assert asked == [one] * 4 + [two] * 4 + [one] * 4
+
+
 def test_without_keys_nothing_is_asked(engine: FakeEngine) -> None:
     with client_of(engine) as client:
         about = client.get("/stats").json()["keys"]

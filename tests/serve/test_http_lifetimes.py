@@ -18,7 +18,7 @@ import tokenizers
 import tokenizers.models
 import tokenizers.pre_tokenizers
 import tokenizers.trainers
-from fake_engine import FakeEngine, Job, Live, eventually, live_server, make_app, user
+from fake_engine import FakeEngine, Job, Live, eventually, live_server, make_app, parse_stream, user
 
 from gnomon.chat.template import ChatTemplate
 from gnomon.chat.tokenizer import Tokenizer
@@ -209,6 +209,94 @@ def test_a_stream_gives_every_event_once_and_then_ends() -> None:
         stream.close()
 
     asyncio.run(main())
+
+
+def test_the_loop_is_woken_once_for_what_came_while_it_was_busy() -> None:
+    """A wake-up is a system call of the engine's thread, in which it gives up the interpreter."""
+
+    async def main() -> None:
+        loop, engine = asyncio.get_running_loop(), FakeEngine(None)
+        wake, wakes = loop.call_soon_threadsafe, list[str]()
+
+        def counted(*args: Any, **kwargs: Any) -> asyncio.Handle:
+            wakes.append(threading.current_thread().name)
+            return wake(*args, **kwargs)
+
+        async with EventStream(engine, [request("a")]) as first, EventStream(engine, [request("b")]) as second:
+            jobs = [engine.take(), engine.take()]
+            loop.call_soon_threadsafe = counted  # pyright: ignore[reportAttributeAccessIssue]
+
+            def steps() -> None:
+                for token in range(5):
+                    for job in jobs:
+                        job.sink(Delta(job.request.id, 0, str(token), (token,)))
+
+            for _ in range(2):
+                wakes.clear()
+                thread = threading.Thread(target=steps, name="engine")
+                thread.start()
+                # The loop stands here meanwhile.
+                thread.join()
+                assert wakes == ["engine"]
+                for name, stream in (("a", first), ("b", second)):
+                    assert await stream.next() == [Delta(name, 0, str(token), (token,)) for token in range(5)]
+            loop.call_soon_threadsafe = wake
+
+    asyncio.run(main())
+
+
+def test_the_rest_of_the_streams_hear_when_one_cannot_cancel(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(FakeEngine):
+        def cancel(self, request_id: str, *, answered: bool = False) -> None:
+            if self.open.pop(request_id, None):
+                raise RuntimeError("no")
+
+    async def main() -> None:
+        engine = Broken(None)
+        full, other = EventStream(engine, [request("a")], capacity=1), EventStream(engine, [request("b")])
+        a, b = engine.take(), engine.take()
+        a.delta("x")
+        a.delta("y")
+        b.delta("z", tokens=1)
+        assert await other.next() == [Delta("b", 0, "z", (0,))]
+        with pytest.raises(APIError, match="reads too slowly"):
+            await full.next()
+
+    asyncio.run(main())
+    assert "event of a was not received" in caplog.text
+
+
+def test_an_answer_of_http_1_0_has_no_chunks(live: Live[FakeEngine]) -> None:
+    body = json.dumps(user("Hi", stream=True)).encode()
+    with socket.create_connection(("127.0.0.1", live.port), 120) as raw:
+        head = f"POST /v1/chat/completions HTTP/1.0\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
+        raw.sendall(head.encode() + body)
+        live.engine.take().say("Hello")
+        head, _, text = read_all(raw).decode().partition("\r\n\r\n")
+    assert "transfer-encoding" not in head
+    assert [json.loads(one)["choices"][0]["delta"].get("content") for one in parse_stream(text)[:-1]] == [
+        "",
+        *"Hello",
+        None,
+    ]
+
+
+def test_an_answer_of_http_1_1_is_whole_chunks(live: Live[FakeEngine]) -> None:
+    """However an event was sent: the first go through all layers, the others straight to the connection."""
+    with asking(live, **user("Hi", stream=True)) as raw:
+        live.engine.take().say('Hé\n"lo')
+        seen = b""
+        while not seen.endswith(b"\r\n0\r\n\r\n"):
+            seen += raw.recv(4096)
+    head, _, rest = seen.partition(b"\r\n\r\n")
+    assert b"transfer-encoding: chunked" in head.lower()
+    text = b""
+    while rest:
+        size, _, rest = rest.partition(b"\r\n")
+        text, end, rest = text + rest[: int(size, 16)], rest[int(size, 16) :][:2], rest[int(size, 16) + 2 :]
+        assert end == b"\r\n"
+    said = [json.loads(one)["choices"][0]["delta"].get("content") for one in parse_stream(text.decode())[:-1]]
+    assert said == ["", *'Hé\n"lo', None]
 
 
 def test_events_after_the_loop_is_gone_are_harmless() -> None:

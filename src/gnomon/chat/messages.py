@@ -34,12 +34,14 @@ class Habits:
     """How it wants a message without content."""
     late_system: bool = True
     """It writes system messages that come after others."""
+    repeats: bool = True
+    """It takes two turns of the user's, or of the assistant's, that follow each other."""
 
 
 def normalise(messages: Sequence[Mapping[str, Any]], habits: Habits = Habits()) -> list[dict[str, Any]]:
     """Fresh messages for the template: None fields dropped, developer as system, text parts joined, `reasoning` also as
     `reasoning_content` (an explicit string of that name wins), tool call arguments as objects, and, without `habits.late_system`, system
-    messages as `folded` has them.
+    messages as `folded` has them, and, without `habits.repeats`, turns as `joined` has them.
 
     Raises ChatError naming the field for shapes no template can take.
     """
@@ -47,7 +49,31 @@ def normalise(messages: Sequence[Mapping[str, Any]], habits: Habits = Habits()) 
         raise ChatError("messages is empty: at least one message is required")
     if not habits.late_system:
         messages = folded(messages)
+    if not habits.repeats:
+        messages = joined(messages)
     return [_message(f"messages[{i}]", message, habits) for i, message in enumerate(messages)]
+
+
+def joined(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The conversation with turns that follow each other as one, the user's and, where they hold no calls, the assistant's; of other
+    fields the later turn's count. Raises ChatError as `normalise` does.
+    """
+    made: list[Mapping[str, Any]] = []
+    for i, message in enumerate(messages):
+        last = made[-1] if made else None
+        if last is None or not _repeats(last, message):
+            made.append(message)
+            continue
+        texts = [_text(f"messages[{j}].content", one.get("content") or "") for j, one in ((i - 1, last), (i, message))]
+        made[-1] = {**last, **message, "content": "\n\n".join(text for text in texts if text)}
+    return made
+
+
+def _repeats(last: Mapping[str, Any], message: Mapping[str, Any]) -> bool:
+    role = message.get("role")
+    if role == "assistant" and (last.get("tool_calls") or message.get("tool_calls")):
+        return False
+    return last.get("role") == role and role in ("user", "assistant")
 
 
 def folded(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

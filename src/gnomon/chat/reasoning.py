@@ -98,12 +98,17 @@ class Thinking:
 
 def partial_suffix(text: str, markers: Iterable[str]) -> int:
     """Length of the longest end of `text` that is a proper beginning of one of `markers`."""
-    longest = 0
+    longest, size = 0, len(text)
     for marker in markers:
-        for n in range(min(len(marker) - 1, len(text)), longest, -1):
-            if marker.startswith(text[-n:]):
-                longest = n
+        if len(marker) < 2:
+            continue
+        # Most texts don't even have its first character where it could begin.
+        at = text.find(marker[0], max(0, size - len(marker) + 1))
+        while at >= 0:
+            if marker.startswith(text[at:]):
+                longest = max(longest, size - at)
                 break
+            at = text.find(marker[0], at + 1)
     return longest
 
 

@@ -306,7 +306,10 @@ class ChatTemplate:
         habits = Habits("developer" in self.sources[self.name_for(None)], typed)
         # Some refuse them, some leave them out without a word.
         late = self._try(normalise(LATE, habits))
-        return replace(habits, late_system=late is not None and "needle" in late)
+        once, twice = (self._try(normalise([{"role": "user", "content": "?"}] * n, habits)) for n in (1, 2))
+        return replace(
+            habits, late_system=late is not None and "needle" in late, repeats=twice is not None or once is None
+        )
 
     def _try(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
         try:

@@ -129,7 +129,7 @@ def _kernels(config: Config) -> Iterator[Finding]:
         if config.kernel.stock:
             why = "asked for"
         elif native.is_cuda():
-            why = "what auto means on cuda" if wanted == "stock" else f"{wanted} ones are for CPUs, this is cuda"
+            why = "what auto means on this GPU" if wanted == "stock" else f"{wanted} ones are for CPUs, this is cuda"
         else:
             why = f"native ones are for Linux CPUs and NVIDIA GPUs, this is {backend()}"
         yield Finding("kernels", "ok", f"stock operations ({why})")

@@ -28,6 +28,10 @@ class HTTPConfig:
     key_concurrency: int | None = option(
         None, "requests that one API key may have under way; more get 429", low=1, high=1_000_000
     )
+    prompt_cache_per_key: bool = option(
+        False,
+        "reuse for a request only states that requests of the same API key left: none can guess at another's prompts",
+    )
     allowed_hosts: tuple[str, ...] = option((), "further Host header accepted; may be repeated", flag="--allowed-host")
     allowed_origins: tuple[str, ...] = option(
         (), "further Origin accepted from browsers; may be repeated", flag="--allowed-origin"

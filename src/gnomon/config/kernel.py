@@ -18,8 +18,8 @@ class KernelConfig:
 
     kernels: Literal["auto", "native", "int8", "stock"] = option(
         "auto",
-        "auto: native on a Linux CPU, else stock; native: our own kernels; int8: those, with activations rounded to "
-        "8 bits before 4- and 8-bit weights; stock: MLX's own operations",
+        "auto: native on a Linux CPU and on GPUs of compute capability 9.0, else stock; native: our own kernels; "
+        "int8: those, with activations rounded to 8 bits before 4- and 8-bit weights; stock: MLX's own operations",
     )
     threads: int | None = option(None, "threads of the native CPU kernels; all fast cores, up to 16", low=1, high=1024)
     kernel_cache: Path = option(

@@ -39,7 +39,7 @@ class OverBudget(ValueError):
 class Budget:
     """`limit` bytes is the operator's; None is advice only, and nothing is refused. `needs` is None where there are no files to measure.
 
-    `kv_limit` bytes is the operator's for the states of admitted requests alone. Where attention holds scores whole, `workspace` says so.
+    `kv_limit` bytes is the operator's for the states of admitted requests alone. `workspace` says what attention holds beside those.
     """
 
     needs: Needs | None
@@ -112,7 +112,7 @@ class Budget:
         choices = list(choices)
         longest = max((context for context, _ in choices), default=0)
         states = sum(self.needs.kv(context) * n for context, n in choices)
-        beside = BESIDE_SCORES * self.workspace.nbytes(PREFILL, longest)
+        beside = BESIDE_SCORES * self.workspace.nbytes(PREFILL, longest) + self.workspace.beside(PREFILL, longest)
         return self.needs.weights + states + min(PREFILL, longest) * TRANSIENT_PER_TOKEN + beside
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -60,6 +61,9 @@ IDLE_BEAT = 1.0
 """Seconds between heartbeats of an idle engine."""
 ASK_SECONDS = 60.0
 """How long another thread waits for an answer of the engine's."""
+SWITCH_SECONDS = 0.0005
+"""How long the engine's thread waits for another that runs Python (a prompt being rendered) before it takes the interpreter over. It waits
+so several times a step."""
 MAX_RESETS = 3
 """Defects in a row, with no request finished between them, after which the engine gives up."""
 
@@ -397,6 +401,7 @@ class Engine(Generating):
     # The thread
 
     def _run(self) -> None:
+        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
         with allocator_limits(self.config.memory_budget):
             self._live()
         if self.host.ranks is not None:

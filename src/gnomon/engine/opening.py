@@ -87,7 +87,7 @@ def open_core(
     served = Served(
         loaded,
         tokenizer,
-        replace(budget, workspace=workspace_of(loaded, coding)),
+        replace(budget, workspace=workspace_of(loaded, coding, paged=pages is not None)),
         coding,
         kernels.identity,
         pages,

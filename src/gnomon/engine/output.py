@@ -18,9 +18,9 @@ class TextTokenizer(Protocol):
     def token_bytes(self, token: int) -> bytes: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Piece:
-    """Text to deliver with the tokens behind it. Falsy if there is nothing to deliver."""
+    """Text to deliver with the tokens behind it. Falsy if there is nothing to deliver. Never changed, as `Delta`."""
 
     text: str = ""
     ids: tuple[int, ...] = ()
@@ -68,8 +68,13 @@ class TextOutput:
         if token in self._eos:
             self.ended = True
             return self.finish()
+        text = self._stream.push(token)
+        if not (self._stops or self._tokens or self._stream.pending):
+            # Nothing is held back, and nothing has to be: nearly every token.
+            self._decoded += len(text)
+            return Piece(text, (token,), () if logprob is None else (logprob,))
         self._tokens.append(_Token(token, logprob, self._decoded))
-        return self._deliver(self._stream.push(token))
+        return self._deliver(text)
 
     def finish(self) -> Piece:
         """End the text (a limit was reached, or the choice was cancelled) and give what was held back."""

@@ -17,6 +17,7 @@ from gnomon.engine.prefill import Prefill
 from gnomon.engine.row import Job, Row
 from gnomon.engine.runner import Runner
 from gnomon.state.batch_state import BatchState
+from gnomon.state.buffer import round_slots
 from gnomon.state.paged.pool import PagePart
 from gnomon.state.prefix import BLOCK, PrefixCache, Sessions
 from gnomon.state.prefix.block import common
@@ -115,7 +116,8 @@ class Reuse:
         if cache is None:
             return None
         with self._guarded("lend a state"):
-            lent = cache.lend(self.namespace(job), job.feed, job.request.boundary)
+            slots = round_slots(len(job.feed) + 1) if self.runner.pages is None else 0
+            lent = cache.lend(self.namespace(job), job.feed, job.request.boundary, slots)
             if lent.snapshot is not None:
                 state = self.runner.restored(lent.snapshot)
             job.num_cached = lent.length

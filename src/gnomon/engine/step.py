@@ -77,7 +77,7 @@ class Stepper:
         self.pad_safe = pad_safe
         self.speculation = speculation
         self.flight: Flight | None = None
-        self._takes_flat = flat_test(model)
+        self._flat_room = flat_test(model)
         self._read, self._read_rows = 0.0, 0
         self._begun = 0.0
         """When the plain step in flight was begun; 0 if something else was computed since."""
@@ -225,10 +225,17 @@ class Stepper:
         return [found[row] for row in batch.rows]
 
     @property
-    def _is_flat(self) -> bool:
-        """Whether a window over the rows as they are holds no padding."""
+    def _most_flat(self) -> int:
+        """How many tokens a window over the rows as they are may have that holds no padding; 0 if there is none such."""
         state = self.batch.state
-        return state is not None and state.num_rows > 1 and self.pad_safe and self._takes_flat(state.caches)
+        if state is None or state.num_rows < 2 or not self.pad_safe:
+            return 0
+        return self._flat_room(state.caches)
+
+    @property
+    def _is_flat(self) -> bool:
+        """Whether windows over the rows as they are hold no padding."""
+        return self._most_flat > len(self.batch.rows)
 
     def _window(self, drafts: Sequence[Sequence[int]]) -> float:
         """Verify the drafts. How many positions were computed, on the average of the rows."""
@@ -241,7 +248,7 @@ class Stepper:
         counts = [1 + len(draft) if self.pad_safe else width for draft in drafts]
         window = [[row.last, *draft, *[0] * (width - 1 - len(draft))] for row, draft in zip(rows, drafts, strict=True)]
         tokens = mx.array(window, dtype=mx.int32)
-        flat = sum(counts) < width * len(rows) and self._is_flat
+        flat = sum(counts) < width * len(rows) and sum(counts) <= self._most_flat
         fed = tokens
         if flat:
             real = [token for own, count in zip(window, counts, strict=True) for token in own[:count]]

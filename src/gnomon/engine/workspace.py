@@ -1,4 +1,4 @@
-"""How wide windows of a prompt may be where attention holds all their scores at once."""
+"""What attention over a prompt's windows takes beside keys and values, and how wide they may be where it holds all their scores at once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Final, cast
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from gnomon.kernels import codes
+from gnomon.kernels import codes, native
 from gnomon.models.load import LoadedModel
 from gnomon.state.codecs import Affine, Coding
 
@@ -19,13 +19,24 @@ FEWEST: Final = 8
 """Queries of a window, however long the context."""
 _WIDEST_FUSED: Final = 128
 """Elements of a head up to which MLX's fused attention takes windows of several tokens."""
+_AT_ONCE: Final = 2
+"""Layers of a window that a GPU runs at once: `Rows.pace` sees to it."""
+_MASK_BYTES: Final = 3
+"""Of a query and a key in a causal mask that is written out, once for all layers: a bool, and the bf16 number that it becomes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Bytes that one query's score against one key takes in a layer, all heads together; 0 if scores are never held whole."""
+    """`pair_bytes` is what one query's score against one key takes in a layer, all heads together; 0 if scores are never held whole.
+
+    `key_bytes` is what a key and its value take in the copies that a layer makes of its own, `mask_bytes` what a query and a key take in
+    masks, which all layers share, and `layers` how many of them run at once.
+    """
 
     pair_bytes: int = 0
+    key_bytes: int = 0
+    mask_bytes: int = 0
+    layers: int = 1
 
     def chunk(self, chunk: int, context: int) -> int:
         """`chunk`, halved until a window's scores against `context` keys stay within `LIMIT`, but not below `FEWEST`."""
@@ -37,6 +48,12 @@ class Workspace:
         """Bytes of a layer's scores in the widest window of a prompt that comes to `context` tokens."""
         return self.chunk(chunk, context) * context * self.pair_bytes
 
+    def beside(self, chunk: int, context: int) -> int:
+        """Bytes of copies, masks, and all layers' scores but one's in the widest window of a prompt that comes to `context` tokens."""
+        width = min(self.chunk(chunk, context), context)
+        held = self.layers * self.key_bytes + width * self.mask_bytes
+        return context * held + (self.layers - 1) * self.nbytes(chunk, context)
+
     def has_room(self, windows: Iterable[tuple[int, int]]) -> bool:
         """Whether prompts of (tokens to compute, context) may share a window."""
         windows = list(windows)
@@ -44,18 +61,26 @@ class Workspace:
         return len(windows) * width * context * self.pair_bytes <= LIMIT
 
 
-def workspace_of(loaded: LoadedModel, coding: Coding | None) -> Workspace:
-    """What attention holds: scores of the model's type where keys are in 4 or 8 bits, not tiled and not read by a native kernel of the
-    calling thread's, and in models of recurrent layers whose attention has heads too wide for a fused kernel."""
-    text = _text(loaded.config)
-    heads, width = int(text.get("num_attention_heads") or 0), int(text.get("head_dim") or 0)
+def workspace_of(loaded: LoadedModel, coding: Coding | None, *, paged: bool = False) -> Workspace:
+    """What attention holds. Scores of the model's type: where keys are in 4 or 8 bits, not tiled and not read by a native kernel of the
+    calling thread's, and where no fused kernel takes heads so wide or numbers of 4 bytes, on CUDA and in models of recurrent layers.
+
+    On CUDA also copies of a layer's keys and values: of the buffer that the window outgrew, of all that is
+    `paged` or coded as the numbers it stands for, and of these filled up to a length that attention is planned for.
+    """
+    text, element = _text(loaded.config), _element(loaded)
+    heads, is_cuda = int(text.get("num_attention_heads") or 0), native.is_cuda()
+    width = int(text.get("head_dim") or 0) or (int(text.get("hidden_size") or 0) // heads if heads else 0)
     is_whole = not codes.reads_codes() and any(
         isinstance(codec, Affine) and not codec.fused for codec in (coding.codecs if coding else ())
     )
-    is_wide = "recurrent" in loaded.binding.layer_kinds and width > _WIDEST_FUSED
-    if not is_whole and not is_wide:
-        return Workspace()
-    return Workspace(heads * _element(loaded))
+    is_wide = width > _WIDEST_FUSED and (is_cuda or "recurrent" in loaded.binding.layer_kinds)
+    pair = heads * element if is_whole or is_wide or (is_cuda and element > 2) else 0
+    if not is_cuda:
+        return Workspace(pair)
+    layer = 2 * int(text.get("num_key_value_heads") or heads) * width * element
+    copies = 3 if coding is not None or paged else 2
+    return Workspace(pair, copies * layer, _MASK_BYTES, _AT_ONCE)
 
 
 def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:

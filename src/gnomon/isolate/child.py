@@ -9,14 +9,13 @@ from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from typing import Any
 
-from gnomon.engine.api import Engine, Event
+from gnomon.engine.api import Engine
 from gnomon.isolate.messages import (
     REPORT_SECONDS,
     Call,
     Cancel,
     Compile,
     Drop,
-    Happened,
     Ready,
     Reply,
     Report,
@@ -71,9 +70,6 @@ def _answer(connection: Connection, engine: Engine, writer: Writer) -> None:
     under_way: dict[int, Future[Any]] = {}
     """Embeddings and scorings by the number of their message."""
 
-    def sink(event: Event) -> None:
-        writer.send(Happened((event,)))
-
     def answer_one(message: Compile | Call) -> None:
         def work() -> Any:
             if isinstance(message, Compile):
@@ -100,7 +96,7 @@ def _answer(connection: Connection, engine: Engine, writer: Writer) -> None:
     while True:
         match connection.recv():
             case Submit(number, request):
-                writer.send(_reply(number, lambda request=request: engine.submit(request, sink)))
+                writer.send(_reply(number, lambda request=request: engine.submit(request, writer.send)))
             case Call(number, "embed", prompts):
                 set_aside(number, lambda prompts=prompts: engine.embed(prompts))
             case Call(number, "score", (prompts, top)):

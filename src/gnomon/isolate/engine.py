@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import select
 import signal
 import socket
 import struct
@@ -55,6 +56,9 @@ from gnomon.isolate.messages import (
 )
 
 log = logging.getLogger(__name__)
+
+_ANSWER = (Delta, Replayed, ChoiceFinished)
+_LAST = (Finished, Failed)
 
 
 class IsolatedEngine:
@@ -345,6 +349,9 @@ class IsolatedEngine:
     def _listen(self, child: Child) -> None:
         """Until the child is gone, frozen, or ended as asked."""
         limit, looked = 0.0, time.monotonic()
+        # The connection's own way to wait makes all this anew for every message.
+        ready = select.poll()
+        ready.register(child.connection.fileno(), select.POLLIN)
         while True:
             if self._stopping and not child.ready:
                 return  # it has nothing to write
@@ -359,14 +366,16 @@ class IsolatedEngine:
                 # This process stood still itself (a debugger, a machine that was paused): that silence is not the child's.
                 child.heard += now - looked
             looked = now
-            silence, allowed = child.silence, self._patience.silence if child.ready else self._patience.load
-            # A child that ends reports no more.
-            if not limit and silence > allowed:
-                log.error("the engine's process (pid %d) said nothing for %.0f s: killed", child.process.pid, silence)
-                return
+            if not ready.poll(100):
+                silence, allowed = child.silence, self._patience.silence if child.ready else self._patience.load
+                # A child that ends reports no more.
+                if not limit and silence > allowed:
+                    log.error(
+                        "the engine's process (pid %d) said nothing for %.0f s: killed", child.process.pid, silence
+                    )
+                    return
+                continue
             try:
-                if not child.connection.poll(0.1):
-                    continue
                 message = child.connection.recv()
             except BlockingIOError:
                 log.error("the engine's process (pid %d) stopped within a message: killed", child.process.pid)
@@ -428,9 +437,9 @@ class IsolatedEngine:
                 ticket = self._tickets.get(event.request_id)
                 if ticket is None:
                     continue
-                if isinstance(event, Delta | Replayed | ChoiceFinished):
+                if isinstance(event, _ANSWER):
                     ticket.begun = True
-                if isinstance(event, Finished | Failed):
+                if isinstance(event, _LAST):
                     del self._tickets[event.request_id]
                     self._changed.notify_all()
                 heard.append((ticket, event))

@@ -12,6 +12,7 @@ state, other states, weights or layers that were replaced) goes layer by layer.
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import is_
@@ -247,15 +248,18 @@ def _forward(own: Callable[..., mx.array], kind: Model) -> Callable[..., mx.arra
 _classes: dict[type, type] = {}
 
 
-def flat_test(model: nn.Module) -> Callable[[Sequence[Any]], bool]:
-    """What tells, inside the thread that steps a model, whether it takes a flat window over given states."""
+def flat_test(model: nn.Module) -> Callable[[Sequence[Any]], int]:
+    """What tells, inside the thread that steps a model, how many tokens a flat window over given states may have: 0 if it takes none."""
+    decoder = getattr(model, "decoder", None)  # a compiled step, on CUDA
+    if decoder is not None:
+        return decoder.takes_flat
     found: list[Any] = [
         module for _, module in model.named_modules() if isinstance(getattr(module, "fused", None), Run)
     ]
     if len(found) != 1:
-        return lambda caches: False  # noqa: ARG005  (whatever the states)
+        return lambda caches: 0  # noqa: ARG005  (whatever the states)
     inner = found[0]
-    return lambda caches: inner.fused.takes_flat(inner.layers, caches)
+    return lambda caches: sys.maxsize if inner.fused.takes_flat(inner.layers, caches) else 0
 
 
 def swap(model: nn.Module, extension: ModuleType) -> dict[str, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
@@ -29,6 +29,8 @@ class Thread(threading.local):
 
     def __init__(self) -> None:
         self.orders: dict[int, tuple[object, Any]] = {}
+        self.masks: dict[Hashable, Any] = {}
+        """What the layers of a step share, by what it depends on."""
 
 
 thread = Thread()
@@ -56,6 +58,7 @@ def step() -> Generator[None]:
         thread.depth = depth
         thread.active = active
         thread.orders.clear()
+        thread.masks.clear()
 
 
 def in_step() -> bool:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Policy = Literal["auto", "native", "int8", "stock"]
+HOPPER = 90
+"""The compute capability, times ten, that the CUDA kernels were checked and measured on."""
 MOST_DEFAULT_THREADS = 16
 
 CUDA = "cuda"
@@ -184,10 +186,14 @@ def _load(cache: Path, compiler: str | None, progress: Callable[[str], None]) ->
 
 
 def meant(policy: Policy) -> Literal["native", "int8", "stock"]:
-    """What a policy means here. A path is what `auto` means only where it won its paired comparisons: on Linux CPUs."""
+    """What a policy means here. A path is what `auto` means only where it won its paired comparisons: on Linux CPUs and Hopper GPUs."""
     if policy != "auto":
         return policy
-    return "native" if sys.platform == "linux" and not is_cuda() else "stock"
+    if is_cuda():
+        from gnomon.kernels.cuda.sources import capability
+
+        return "native" if capability() == HOPPER else "stock"
+    return "native" if sys.platform == "linux" else "stock"
 
 
 def _load_graphs(cache: Path, compiler: str | None, progress: Callable[[str], None]) -> str | None:

@@ -6,10 +6,11 @@ import asyncio
 import logging
 import math
 import time
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Self
+from typing import ClassVar, Self
 
 from gnomon.engine.api import Delta, Engine, EngineError, Event, Failed, Finished, Progress, Replayed, Request
 from gnomon.serve.errors import APIError, from_engine
@@ -19,6 +20,54 @@ logger = logging.getLogger(__name__)
 
 CAPACITY = 4096
 """Events that may wait for a client that doesn't read; with one more its request is cancelled."""
+
+
+class Relay:
+    """Carries events to the streams of one event loop, which is woken once for all that came since it last looked.
+
+    Waking costs a system call, in which the engine's thread gives up the interpreter: for every row and token that is too much.
+    """
+
+    _of_loops: ClassVar[weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Relay]] = weakref.WeakKeyDictionary()
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        # Not the loop itself: the relay is its value in the table above.
+        self._loop = weakref.ref(loop)
+        self._waiting: deque[tuple[EventStream, Event]] = deque()
+        self._woken = False
+        """The loop was woken and has not begun to look."""
+
+    @classmethod
+    def of(cls, loop: asyncio.AbstractEventLoop) -> Relay:
+        """The loop's own."""
+        return cls._of_loops.setdefault(loop, cls(loop))
+
+    def send(self, stream: EventStream, event: Event) -> None:
+        """Have the loop hand an event to a stream. From any thread."""
+        self._waiting.append((stream, event))
+        # Appended before looked: whoever lowers the flag after this sees the event.
+        if self._woken:
+            return
+        self._woken = True
+        loop = self._loop()
+        try:
+            if loop is None:
+                raise RuntimeError("the loop is gone")
+            loop.call_soon_threadsafe(self._deliver)
+        except RuntimeError:
+            logger.debug("event of %s after the loop closed", event.request_id)
+            self._waiting.clear()
+            self._woken = False
+
+    def _deliver(self) -> None:
+        self._woken = False
+        waiting = self._waiting
+        for _ in range(len(waiting)):
+            stream, event = waiting.popleft()
+            try:
+                stream.receive(event)
+            except Exception:  # what one stream's engine raises when it is told to cancel is not the others' loss
+                logger.exception("event of %s was not received", event.request_id)
 
 
 class EventStream:
@@ -36,7 +85,9 @@ class EventStream:
         self._loop = asyncio.get_running_loop()
         self._capacity = capacity
         self._pending: deque[Event] = deque()
-        self._wake = asyncio.Event()
+        self._relay = Relay.of(self._loop)
+        self._waiter: asyncio.Future[None] | None = None
+        """Of the reader, while it waits."""
         self._timer: asyncio.TimerHandle | None = None
         self._silent_at = 0.0
         self._open: set[str] = set()
@@ -69,41 +120,50 @@ class EventStream:
         # On the engine thread.
         if self._tracer.enabled and isinstance(event, Delta):
             self._sent.append((event.request_id, time.monotonic()))
-        try:
-            self._loop.call_soon_threadsafe(self._receive, event)
-        except RuntimeError:
-            logger.debug("event of %s after the loop closed", event.request_id)
+        self._relay.send(self, event)
 
-    def _receive(self, event: Event) -> None:
-        if isinstance(event, Finished | Failed):
+    def receive(self, event: Event) -> None:
+        """Take an event for the reader. On the event loop."""
+        kind = type(event)
+        if kind is Finished or kind is Failed:
             self._open.discard(event.request_id)
         if self._closed or self._overflowed:
             return
-        if isinstance(event, Progress):
+        if kind is Delta or kind is Replayed:
+            if self.first_token_at is None:
+                self.first_token_at = time.perf_counter()
+        elif isinstance(event, Progress):
             self.progress[event.request_id] = event
             return
-        if isinstance(event, Delta | Replayed) and self.first_token_at is None:
-            self.first_token_at = time.perf_counter()
         if len(self._pending) >= self._capacity:
             self._overflowed = True
             self._pending.clear()
             self.cancel()
         else:
             self._pending.append(event)
-        self._wake.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
     async def next(self, timeout: float | None = None) -> list[Event]:
         """All events that wait, at least one; none after `timeout` seconds of silence, or when every request has ended.
 
         Raises APIError when the reader fell so far behind that its request was cancelled.
         """
-        self._delivered()
+        if self._handed:
+            self._delivered()
         if not (self._pending or self._overflowed or self.ended):
-            self._wake.clear()
             self._silent_at = math.inf if timeout is None else self._loop.time() + timeout
             if timeout is not None and self._timer is None:
                 self._timer = self._loop.call_at(self._silent_at, self._silence)
-            await self._wake.wait()
+            self._waiter = self._loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
         if self._overflowed:
             raise APIError(
                 503,
@@ -120,10 +180,10 @@ class EventStream:
     def _silence(self) -> None:
         """One timer runs for many waits: setting and cancelling one for each token costs more than its text."""
         self._timer = None
-        if self._wake.is_set():
+        if self._waiter is None or self._waiter.done():
             return
         if self._loop.time() >= self._silent_at:
-            self._wake.set()
+            self._wake()
         elif self._silent_at < math.inf:
             self._timer = self._loop.call_at(self._silent_at, self._silence)
 

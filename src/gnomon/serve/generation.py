@@ -23,9 +23,12 @@ MALFORMED = "a tool call could not be read and is text in content"
 Outcome = Literal["completed", "failed", "cancelled"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Piece:
-    """What is new of a choice; reasoning comes before content and content before calls. With a `finish` reason it is the last."""
+    """What is new of a choice; reasoning comes before content and content before calls. With a `finish` reason it is the last.
+
+    Never changed, and not frozen only because that makes it cost five times as much, for every token.
+    """
 
     index: int
     content: str = ""
@@ -35,6 +38,11 @@ class Piece:
     finish: str | None = None
     stop: str | None = None
     """The stop string that ended the choice."""
+
+    @property
+    def is_text(self) -> bool:
+        """It has text of one kind and nothing else."""
+        return not (self.calls or self.logprobs) and self.finish is None and bool(self.content) != bool(self.reasoning)
 
 
 Part = Segment | CallEvent
@@ -57,6 +65,11 @@ class Choice:
     """The last piece was made."""
     running: bool = True
     """The engine has not told that it ended."""
+    all_content: bool = field(init=False)
+    """Whatever text comes is content."""
+
+    def __post_init__(self) -> None:
+        self.all_content = self.extractor is None and type(self.splitter) is PlainSplitter
 
     @property
     def calls(self) -> int:
@@ -69,12 +82,22 @@ class Choice:
         """
         if self.ended:
             return []
+        if self.all_content and event.text and not (event.logprobs or self.held):
+            self.ids += event.ids
+            return [Piece(self.index, event.text)]
         thought = self.splitter.thinking
         segments = self.splitter.feed(event.text)
         if thought or self.splitter.thinking or any(one.kind == "reasoning" for one in segments):
             self.reasoning_tokens += len(event.ids)
         self.held += event.logprobs
         self.ids += event.ids
+        if len(segments) == 1 and (self.extractor is None or segments[0].kind == "reasoning"):
+            logprobs, self.held = tuple(self.held), []
+            one = segments[0]
+            is_content = one.kind == "content"
+            return [
+                Piece(self.index, one.text if is_content else "", "" if is_content else one.text, logprobs=logprobs)
+            ]
         parts = self._parts(segments)
         if self.extractor is not None and self.extractor.over:
             self.ended = True
@@ -171,7 +194,10 @@ class Assembly:
     def outlived(self) -> bool:
         """Every choice has had its last piece, and the engine still works on one."""
         choices = self.choices.values()
-        return all(choice.ended for choice in choices) and any(choice.running for choice in choices)
+        for choice in choices:
+            if not choice.ended:
+                return False
+        return any(choice.running for choice in choices)
 
     def feed(self, event: Event) -> list[Piece]:
         """Raises APIError when the event tells of a failure."""
@@ -219,6 +245,8 @@ class Generation:
         """
         named = [(one, one.session or sessions.named.get()) for one in requests]
         requests = [one if name is None else replace(one, session=sessions.own(name)) for one, name in named]
+        if services.http.prompt_cache_per_key:
+            requests = [replace(one, namespace=sessions.namespace(one.namespace)) for one in requests]
         self._requests = requests
         self._remember = remember
         self._services = services

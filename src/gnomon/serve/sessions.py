@@ -17,3 +17,9 @@ def own(session: str) -> str:
     """The session of this name that belongs to the key of the request under way: no other key's has the same name."""
     key = key_name.get()
     return session if key is None else f"{key}/{session}"
+
+
+def namespace(namespace: str) -> str:
+    """The namespace of states of this name that belongs to the key of the request under way."""
+    key = key_name.get()
+    return namespace if key is None else f"{namespace} of key {key}"

@@ -82,6 +82,8 @@ class BatchState:
         ]
         self.layers: list[LayerState] = list(_leaves(self.caches))
         self._row_capacity = 1
+        self._has_moved = False
+        """Buffers may have been made from others, and not be computed."""
         self.has_recurrent = any(isinstance(layer, RecurrentLayer) for layer in self.layers)
         self.has_sliding = any(layer.kind == "sliding" for layer in self.layers)
         if self.has_recurrent:
@@ -134,7 +136,7 @@ class BatchState:
         a flat one of states that don't take it.
         """
         if flat and any(getattr(cache, "flat_type", None) is None for cache in self.caches):
-            raise ValueError("a flat window takes several rows of plain keys and values, all in full")
+            raise ValueError("a flat window takes several rows of keys and values, all in full and held alike")
         if counts is not None and any(count != width for count in counts):
             if self.num_rows == 1:
                 raise ValueError(f"a lone row takes whole windows: width is {width}, counts are {list(counts)}")
@@ -142,6 +144,10 @@ class BatchState:
                 raise ValueError(
                     f"padding disturbs this model: all counts must equal the width {width}, got {list(counts)}"
                 )
+        if self._has_moved:
+            self._has_moved = False
+            for layer in self.layers:
+                layer.land()
         self.rows.begin(width, counts, flat)
         if self.table is not None:
             self.table.begin()
@@ -233,6 +239,7 @@ class BatchState:
         while capacity > 1 and len(order) * 4 <= capacity:
             capacity //= 2
         self._row_capacity = 1 if len(order) == 1 else capacity
+        self._has_moved = True
         for layer in self.layers:
             layer.keep(order, self._row_capacity)
         if self.table is not None:
@@ -263,6 +270,7 @@ class BatchState:
         total = self.num_rows + other.num_rows
         if total > self._row_capacity:
             self._row_capacity = 1 << (total - 1).bit_length()
+        self._has_moved = True
         for mine, theirs in zip(self.layers, other.layers, strict=True):
             mine.join(theirs, self._row_capacity)
         if self.table is not None and other.table is not None:
@@ -322,7 +330,7 @@ class BatchState:
         coding: Coding | None = None,
         pages: PagePool | None = None,
     ) -> BatchState:
-        """A state of one row with the captured bits. The snapshot stays as it is and can be restored again.
+        """A state of one row with the captured bits. The snapshot stays as it is and can be restored again, unless a layer `has_room`.
 
         Raises `ValueError` if the snapshot's layers are not this model's, or hold another codec's words.
         """

@@ -7,11 +7,17 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 SLOT_STEP = 256
+LARGE = 1 << 23
+"""Bytes of keys from which on a layer's buffers are not copied in the same breath as the other layers'."""
 
 
 def round_slots(slots: int) -> int:
     """The next multiple of the slot step, as mlx-lm's caches allocate."""
     return -(-slots // SLOT_STEP) * SLOT_STEP
+
+
+def is_large(keys: mx.array) -> bool:
+    return keys.nbytes >= LARGE
 
 
 def copied(x: mx.array) -> mx.array:

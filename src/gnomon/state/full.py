@@ -8,7 +8,7 @@ from typing import cast
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, create_attention_mask
 
-from gnomon.state.buffer import RowBuffer, copied, round_slots
+from gnomon.state.buffer import RowBuffer, copied, is_large, round_slots
 from gnomon.state.kept import KeptLayer
 from gnomon.state.layer import CodesPair, LayerState, Pages
 from gnomon.state.rows import Rows
@@ -44,12 +44,17 @@ class FullLayer(KeptLayer[KVCache]):
         if self.rows.is_flat:
             raise RuntimeError("a flat window is appended in place only")
         self._settle()
-        if self._lone is not None:
-            return cast(KeysValues, self._lone.update_and_fetch(keys, values))
         rows = self.rows
+        rows.pace(keys)
+        if self._lone is not None:
+            if not rows.is_wide and self._lone.keys is not None and is_large(self._lone.keys):
+                self.room()
+            return cast(KeysValues, self._lone.update_and_fetch(keys, values))
         if rows.end > self._buffer.slots:
             # A quarter of slack keeps the copies of all growing rows a constant share of the work.
             self._buffer.reserve(round_slots(max(rows.end, self._buffer.slots * 5 // 4)), keys, values)
+            if not rows.is_wide:
+                self.land()
         if rows.is_even:
             self._buffer.append(rows.lengths[0], keys, values)
         else:
@@ -87,6 +92,7 @@ class FullLayer(KeptLayer[KVCache]):
                 self._settle()
                 slots = round_slots(max(rows.end, self._buffer.slots * 5 // 4))
                 self._buffer.resize(self._buffer.row_capacity, slots, rows.num_rows)
+                self.land()
             return self._buffer.keys, self._buffer.values
         lone = self._lone
         if lone.keys is None or lone.values is None:
@@ -97,6 +103,7 @@ class FullLayer(KeptLayer[KVCache]):
             own.reserve(round_slots(lone.offset + rows.width), lone.keys, lone.values)
             own.write(0, 0, lone.keys[..., : lone.offset, :], lone.values[..., : lone.offset, :])
             lone.keys, lone.values, self._is_shared = own.keys, own.values, False
+            self.land()
         return cast("KeysValues", (lone.keys, lone.values))
 
     @property
@@ -134,6 +141,11 @@ class FullLayer(KeptLayer[KVCache]):
         return max(self.rows.lengths)
 
     # What BatchState calls.
+
+    def land(self) -> None:
+        keys, _ = self._lying()
+        if keys is not None and is_large(keys):
+            mx.eval(self.arrays())
 
     def abort(self) -> None:
         if self._lone is not None:
@@ -200,7 +212,7 @@ class FullLayer(KeptLayer[KVCache]):
         refuse_coded(snapshot)
         self._lone, self._buffer, self.appending = KVCache(), RowBuffer(1), None
         if snapshot.arrays:
-            self._is_shared = True
+            self._is_shared = not snapshot.has_room
             self._lone.state = *shared(snapshot, "keys", "values"), snapshot.numbers["length"]
 
     def problems(self) -> list[str]:

@@ -39,6 +39,10 @@ class LayerState(ABC):
         """The forward ended well. `rows` still has the lengths before it."""
         return
 
+    def land(self) -> None:
+        """Compute large buffers that were made from others: in a step's graph the old ones of all layers would exist beside the new."""
+        return
+
     @abstractmethod
     def abort(self) -> None:
         """The forward failed: go back to the state before it. `rows` still has the lengths before it."""

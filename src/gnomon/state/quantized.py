@@ -97,21 +97,19 @@ class QuantizedLayer(LayerState):
 
     def codes_in_place(self, dim: int, dtype: mx.Dtype) -> tuple[mx.array, mx.array, CodesPair | None] | None:
         """As `FullLayer.in_place`, and how the buffers' words of heads of `dim` elements of `dtype` are read, or None where they are plain.
-        `advance_in_place` follows. None while rows are held in different ways, and for other storages."""
+        `appends` follows. None while rows are held in different ways, and for other storages."""
         part = self._parts[0]
         storage = part.storage
-        buffers = storage.in_place() if len(self._parts) == 1 and isinstance(storage, FullLayer) else None
+        buffers = (
+            storage.in_place("causal", settled=False)
+            if len(self._parts) == 1 and isinstance(storage, FullLayer)
+            else None
+        )
         if buffers is None:
             return None
         self._dims = dim, dim, dtype
         pair = (self.codec.key_codes(dim, dtype), self.codec.value_codes(dim, dtype)) if part.is_coded else None
         return *buffers, pair
-
-    def advance_in_place(self) -> None:
-        """The kernel was given the buffers of `codes_in_place` and appends the open window."""
-        storage = self._parts[0].storage
-        if isinstance(storage, FullLayer):
-            storage.advance_in_place()
 
     def make_mask(self, width: int, return_array: bool = False, window_size: int | None = None) -> Mask:
         """The mask of the open forward: the storage's own; where parts of a sliding layer differ, None, since each masks itself."""
@@ -187,6 +185,14 @@ class QuantizedLayer(LayerState):
         return self.codec.key_codes(key_dim, dtype), self.codec.value_codes(value_dim, dtype)
 
     @property
+    def flat_type(self) -> mx.Dtype | None:
+        """As `FullLayer.flat_type`; None unless one storage holds all rows as words."""
+        part, *others = self._parts
+        if others or not part.is_coded or not isinstance(part.storage, FullLayer):
+            return None
+        return part.storage.flat_type
+
+    @property
     def appending(self) -> mx.array | None:
         """What is computed once a kernel has appended to the buffers."""
         storage = self._parts[0].storage
@@ -200,7 +206,7 @@ class QuantizedLayer(LayerState):
         return part.storage.open_buffers(settled=settled)
 
     def appends(self, appending: mx.array) -> None:
-        """A kernel was given the buffers of `open_buffers` and appends the open window."""
+        """A kernel was given the buffers of `open_buffers` or `codes_in_place` and appends the open window."""
         storage = self._parts[0].storage
         if isinstance(storage, FullLayer):
             storage.appends(appending)
@@ -224,6 +230,10 @@ class QuantizedLayer(LayerState):
                 # A row that has a part to itself takes whole windows, padding too.
                 storage.rollback([rows.width - rows.counts[0]])
             rows.commit()
+
+    def land(self) -> None:
+        for part in self._parts:
+            part.storage.land()
 
     def abort(self) -> None:
         for part in self._parts:

@@ -32,7 +32,12 @@ class RecurrentLayer(ArraysCache, LayerState):
         self.is_recording = False
         super().__init__(size)
 
-    # What models call, beside `[i]`.
+    # What models call.
+
+    def __setitem__(self, idx: int, value: mx.array) -> None:
+        super().__setitem__(idx, value)
+        if idx == 0:
+            self.rows.pace(value)
 
     @property
     def lengths(self) -> mx.array | None:

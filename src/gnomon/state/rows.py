@@ -7,7 +7,12 @@ from typing import TypeVar
 
 import mlx.core as mx
 
+from gnomon.kernels import native
+
 T = TypeVar("T")
+
+WIDE = 512
+"""Tokens of a window from which on its layers' temporary arrays are too large to exist all at once."""
 
 
 class Rows:
@@ -25,6 +30,7 @@ class Rows:
         self.is_open: bool = False
         self.is_flat: bool = False
         self._memo: dict[Hashable, object] = {}
+        self._paced: mx.array | None = None
 
     @property
     def num_rows(self) -> int:
@@ -57,7 +63,7 @@ class Rows:
         if any(count < 0 or count > width for count in new):
             raise ValueError(f"counts must lie in 0..{width}, got {new}")
         self.width, self.counts, self.is_open, self.is_flat = width, new, True, flat
-        self._memo = {}
+        self._memo, self._paced = {}, None
 
     def commit(self) -> None:
         """The open forward's real tokens now belong to their rows."""
@@ -65,13 +71,13 @@ class Rows:
             raise ValueError("no forward is open")
         self.lengths = [length + count for length, count in zip(self.lengths, self.counts, strict=True)]
         self.is_open = self.is_flat = False
-        self._memo = {}
+        self._memo, self._paced = {}, None
 
     def abort(self) -> None:
         """The open forward adds nothing."""
         self.counts = [0] * self.num_rows
         self.is_open = self.is_flat = False
-        self._memo = {}
+        self._memo, self._paced = {}, None
 
     def rollback(self, back: Sequence[int]) -> None:
         """Take `back[b]` tokens of the last forward off row `b`."""
@@ -106,6 +112,24 @@ class Rows:
     def known(self, key: Hashable) -> object:
         """What was made under `key` in this forward, or None."""
         return self._memo.get(key)
+
+    @property
+    def is_wide(self) -> bool:
+        return self.width * self.num_rows >= WIDE
+
+    def pace(self, x: mx.array) -> None:
+        """Layers of the open forward tell what they are about to append, `x`, so that no more than two of a wide window run at once.
+
+        MLX's CUDA backend keeps what an operation read until the graph of up to 100 operations that it is part of has run, and its host
+        is up to ten graphs ahead: copies and activations of all layers would exist at once. So everything before `x` is handed to the
+        device here, and waited for when the next layer has been.
+        """
+        if not self.is_wide or not native.is_cuda():
+            return
+        mx.async_eval(x)
+        if self._paced is not None:
+            mx.eval(self._paced)
+        self._paced = x
 
     @property
     def offsets(self) -> mx.array:

@@ -76,6 +76,7 @@ class SlidingLayer(KeptLayer[RotatingKVCache]):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append `[B, heads, width, dim]`; returns the keys and values that `make_mask` describes."""
         self._lend()
+        self.rows.pace(keys)
         if self._lone is not None:
             found = cast(KeysValues, self._lone.update_and_fetch(keys, values))
             return self._walked(found, self._order_alone)

@@ -18,10 +18,10 @@ LayerKind = Literal["full", "sliding", "recurrent"]
 class LayerSnapshot:
     """One layer's state of one row.
 
-    `arrays`: for a full layer `keys` and `values` `[1, heads, length, dim]`; for a sliding layer the same in mlx-lm's rotating layout,
-    with `index` (next slot), `window` and `length` in `numbers`; for a recurrent layer its arrays `[1, ...]` by position, absent ones
-    left out. A layer that has seen no token has no arrays. Under a codec `keys` and `values` hold its words, and `codec` in `numbers` is
-    the codec's number.
+    `arrays`: for a full layer `keys` and `values` `[1, heads, length, dim]`, or with more slots, see `has_room`; for a sliding layer the
+    same in mlx-lm's rotating layout, with `index` (next slot), `window` and `length` in `numbers`; for a recurrent layer its arrays
+    `[1, ...]` by position, absent ones left out. A layer that has seen no token has no arrays. Under a codec `keys` and `values` hold its
+    words, and `codec` in `numbers` is the codec's number.
     """
 
     kind: LayerKind
@@ -32,6 +32,11 @@ class LayerSnapshot:
     def owned(self) -> Sequence[mx.array]:
         """Arrays that exist for this alone, to evaluate."""
         return list(self.arrays.values())
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a full layer's arrays were made for one state to go on in: it may write there, so they are restored once only."""
+        return "keys" in self.arrays and self.kind == "full" and self.arrays["keys"].shape[2] > self.numbers["length"]
 
     @property
     def nbytes(self) -> int:

@@ -12,6 +12,7 @@ from mlx import nn
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
 from gnomon.state.batch_state import BatchState
+from gnomon.state.buffer import round_slots
 from gnomon.state.prefix import Policy, PrefixCache, block
 
 HEADS, DIM = 1, 2
@@ -71,6 +72,26 @@ def test_one_token_is_always_left() -> None:
     for length in (1, 2, 256, 257, 512, 600):
         assert cache.lend("", tokens[:length]).length == length - 1
     assert cache.lend("", (*tokens, 7)).length == 600
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(2, 600), st.integers(0, 300), st.integers(1, 40))
+def test_a_state_with_room_goes_on_where_it_lies(length: int, room: int, more: int) -> None:
+    """Its first tokens are the cache's; what it writes behind them is its own, and it is not copied to get room."""
+    cache, tokens = PrefixCache(1 << 20), numbers(0, length)
+    publish(cache, tokens)
+    snapshot = cache.lend("", (*tokens, 7), slots=length + room).snapshot
+    assert snapshot is not None
+    assert snapshot.layers[0].has_room == (room > 0)
+    state = BatchState.restore(NoModel(), [KVCache()], snapshot)
+    state.begin(1)
+    keys, _ = state.layers[0].in_place()
+    assert keys.shape[2] == (length + room if room else round_slots(length + 1))
+    state.abort()
+    grow(state, numbers(5000, more))
+    keys, _ = state.layers[0].keys_and_values()
+    assert keys[0, 0, :, 0].tolist() == [*tokens, *numbers(5000, more)]
+    assert held(cache, (*tokens, 7)) == list(tokens)
 
 
 def test_equal_prefixes_are_stored_once() -> None:

@@ -115,7 +115,7 @@ class BatchSampler:
         if allowed:
             scores = _masked(scores, allowed, each)
         logprobs = filters.log_softmax(scores)
-        tokens = self._pick(logprobs, plan).astype(mx.int32)
+        tokens = self._pick(logprobs, plan).view(mx.int32)  # what was uint32: no kernel
         if counts is None:
             tokens = tokens.reshape(num_rows, width)
             return Drawn(tokens, self._score(logprobs.reshape(num_rows, width, vocab), tokens))

@@ -3,6 +3,10 @@
 // A row's keys are cut into stretches whose length depends on the row's own length alone; a block of 4 warps takes one stretch of one group of
 // heads, 8 lanes a key. The last block of a row and group to finish adds the stretches up in order. So a row's result doesn't depend on
 // the other rows or on the size of the buffers. The new key and value are written in place: slot `length` of each row, which no block reads.
+// Keys and values of earlier steps are fetched to the second-level cache before the kernel in front, in a graph, has ended.
+//
+// A window of several tokens of a row is as many rows of queries, each of which sees the keys up to its own: `append` writes them in front of
+// `attend`, which cuts and adds up the keys of each as if it came alone.
 #include <cuda_bf16.h>
 
 namespace gnomon {
@@ -52,6 +56,22 @@ struct Cache {
   long long value_row, value_head, value_slot;  // strides of values
 };
 
+// Where a row of queries belongs: a row of the buffers, its own position, and the window's first.
+struct Spot {
+  int row, length, start;
+};
+
+// Of this block's row of queries. Plain steps have lengths; windows a number as `attention.spot` in Python packs it.
+template <bool WINDOW>
+__device__ __forceinline__ Spot spot_of(const int* lengths) {
+  const int n = lengths[blockIdx.z];
+  if constexpr (WINDOW) {
+    const int position = n & ((1 << 21) - 1);
+    return {n >> 26, position, position - (n >> 21 & 31)};
+  }
+  return {(int)blockIdx.z, n, n};
+}
+
 // x [heads * D] raw -> norm (if weight) -> rotation, in float32 in `into` [heads][D].
 template <int D, typename T>
 __device__ __forceinline__ void turn(const T* x, int heads, const T* weight, float eps, const float* cosine,
@@ -76,8 +96,9 @@ __device__ __forceinline__ void turn(const T* x, int heads, const T* weight, flo
         p = widen(round_to<T>(p * factor * widen(weight[a])));
         q = widen(round_to<T>(q * factor * widen(weight[b])));
       }
-      into[h * D + a] = p * cosine[i] - q * sine[i];
-      into[h * D + b] = p * sine[i] + q * cosine[i];
+      // Spelt out, so that every kernel rounds alike.
+      into[h * D + a] = fmaf(p, cosine[i], -__fmul_rn(q, sine[i]));
+      into[h * D + b] = fmaf(p, sine[i], __fmul_rn(q, cosine[i]));
     }
   }
 }
@@ -98,9 +119,36 @@ struct Partial {
 
 __device__ __forceinline__ float weight_of(float score, float most) { return most == -INFINITY ? 0.0f : exp2f(score - most); }
 
+// The new keys and values of a window's rows qkv [N, (q_heads + 2 kv_heads) * D], in place; a block takes up to 4 heads of one.
+template <int D, bool NORMED, typename T>
+__device__ __forceinline__ void append(const T* qkv, Cache<T> cache, const int* spots, const float* inverse, const T* k_norm, float eps,
+                                       int q_heads, int kv_heads, bool traditional) {
+  __shared__ float cosine[D / 2], sine[D / 2], k_new[ATTENTION_WARPS * D];
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+  const Spot at = spot_of<true>(spots);
+  const int head0 = blockIdx.x * ATTENTION_WARPS, heads = min(ATTENTION_WARPS, kv_heads - head0);
+  for (int i = threadIdx.x; i < D / 2; i += ATTENTION_WARPS * 32) sincosf((float)at.length * inverse[i], &sine[i], &cosine[i]);
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+  __syncthreads();
+  const T* row = qkv + (size_t)blockIdx.z * (q_heads + 2 * kv_heads) * D;
+  turn<D, T>(row + (q_heads + head0) * D, heads, NORMED ? k_norm : nullptr, eps, cosine, sine, traditional, k_new);
+  __syncthreads();
+  const T* v_new = row + (q_heads + kv_heads + head0) * D;
+  for (int i = threadIdx.x; i < heads * D; i += ATTENTION_WARPS * 32) {
+    const int h = head0 + i / D, d = i % D;
+    cache.keys[at.row * cache.row + h * cache.head + at.length * cache.slot + d] = round_to<T>(k_new[i]);
+    cache.values[at.row * cache.value_row + h * cache.value_head + at.length * cache.value_slot + d] = v_new[i];
+  }
+}
+
 // qkv [B, (q_heads + 2 kv_heads) * D]; HEADS query heads of one kv head per block; out [B, q_heads * D];
-// parts [B * groups, MOST_STRETCHES, HEADS, D + 2] and counters [B * groups], zero before and after.
-template <int D, int HEADS, bool NORMED, typename T>
+// parts [B * groups, MOST_STRETCHES, HEADS, D + 2] and counters [B * groups], zero before and after. In a WINDOW lengths are spots, and the
+// new keys and values are in the buffers already.
+template <int D, int HEADS, bool NORMED, bool WINDOW, typename T>
 __device__ __forceinline__ void attend(const T* qkv, Cache<T> cache, const int* lengths, const float* inverse, const T* q_norm,
                                        const T* k_norm, float eps, int q_heads, int kv_heads, float scale, bool traditional, int* counters,
                                        T* out, float* parts) {
@@ -108,21 +156,38 @@ __device__ __forceinline__ void attend(const T* qkv, Cache<T> cache, const int* 
   __shared__ float cosine[D / 2], sine[D / 2], q_new[HEADS * D], k_new[D];
   __shared__ float most[ATTENTION_WARPS][HEADS], sums[ATTENTION_WARPS][HEADS], outs[ATTENTION_WARPS][HEADS][D];
   __shared__ int is_last;
-  const int b = blockIdx.z, group = blockIdx.y, stretch = blockIdx.x;
+  const int z = blockIdx.z, group = blockIdx.y, stretch = blockIdx.x;
   const int per_kv = q_heads / kv_heads / HEADS, kv = group / per_kv, sub = group % per_kv;
   const int head0 = kv * (q_heads / kv_heads) + sub * HEADS;
-  const int length = lengths[b], size = STRETCH * (length / (STRETCH * MOST_STRETCHES) + 1), used = length / size + 1;
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+  const Spot at = spot_of<WINDOW>(lengths);
+  const int b = at.row, length = at.length, size = STRETCH * (length / (STRETCH * MOST_STRETCHES) + 1), used = length / size + 1;
   if (stretch >= used) return;
   const int k0 = stretch * size, k1 = min(length, k0 + size);
+  constexpr int LINES = D * (int)sizeof(T) / 128;
+  for (int i = threadIdx.x; i < min((WINDOW ? min(k1, at.start) : k1) - k0, STRETCH) * LINES; i += ATTENTION_WARPS * 32) {
+    const int d = i % LINES * (128 / (int)sizeof(T));
+    const long long key = k0 + i / LINES;
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(cache.keys + b * cache.row + kv * cache.head + key * cache.slot + d));
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(cache.values + b * cache.value_row + kv * cache.value_head + key * cache.value_slot + d));
+  }
   const bool has_new = stretch == used - 1;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, place = lane >> 3, in8 = lane & 7;
 
   for (int i = threadIdx.x; i < D / 2; i += ATTENTION_WARPS * 32) sincosf((float)length * inverse[i], &sine[i], &cosine[i]);
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
   __syncthreads();
-  const T* row = qkv + (size_t)b * (q_heads + 2 * kv_heads) * D;
+  const T* row = qkv + (size_t)z * (q_heads + 2 * kv_heads) * D;
   turn<D, T>(row + head0 * D, HEADS, NORMED ? q_norm : nullptr, eps, cosine, sine, traditional, q_new);
   const T* v_new = row + (q_heads + kv_heads + kv) * D;
-  if (has_new) {
+  if (WINDOW && has_new) {
+    for (int d = threadIdx.x; d < D; d += ATTENTION_WARPS * 32)
+      k_new[d] = widen(cache.keys[b * cache.row + kv * cache.head + length * cache.slot + d]);
+  } else if (has_new) {
     turn<D, T>(row + (q_heads + kv) * D, 1, NORMED ? k_norm : nullptr, eps, cosine, sine, traditional, k_new);
     __syncthreads();
     for (int d = threadIdx.x; d < D; d += ATTENTION_WARPS * 32) {
@@ -258,7 +323,7 @@ __device__ __forceinline__ void attend(const T* qkv, Cache<T> cache, const int* 
     }
   }
   __syncthreads();
-  const int of_row = b * gridDim.y + group;
+  const int of_row = z * gridDim.y + group;
   for (int i = threadIdx.x; i < HEADS * D; i += ATTENTION_WARPS * 32) {
     const int h = i / D, d = i % D;
     float top = most[0][h];
@@ -271,7 +336,7 @@ __device__ __forceinline__ void attend(const T* qkv, Cache<T> cache, const int* 
       sum = fmaf(sums[w][h], share, sum), o = fmaf(outs[w][h][d], share, o);
     }
     if (used == 1) {
-      out[((size_t)b * q_heads + head0 + h) * D + d] = round_to<T>(o / sum);
+      out[((size_t)z * q_heads + head0 + h) * D + d] = round_to<T>(o / sum);
     } else {
       float* part = parts + (((size_t)of_row * MOST_STRETCHES + stretch) * HEADS + h) * (D + 2);
       part[d] = o;
@@ -296,7 +361,7 @@ __device__ __forceinline__ void attend(const T* qkv, Cache<T> cache, const int* 
       const float share = exp2f(part[s * step + D] - top);
       sum = fmaf(part[s * step + D + 1], share, sum), o = fmaf(part[s * step + d], share, o);
     }
-    out[((size_t)b * q_heads + head0 + h) * D + d] = round_to<T>(o / sum);
+    out[((size_t)z * q_heads + head0 + h) * D + d] = round_to<T>(o / sum);
   }
   if (threadIdx.x == 0) counters[of_row] = 0;
 }

@@ -551,9 +551,42 @@ __device__ __forceinline__ void attend_over_codes(const T* q, Place at, int q_he
                                      blockIdx.z * gridDim.y + group, blockIdx.x, used, counters, parts, into, width * D);
 }
 
+// `append` of attention.cuh, over codes; a block takes one head.
+template <typename K, typename KN, typename V, typename VN, bool NORMED>
+__device__ __forceinline__ void append_codes(const __nv_bfloat16* qkv, Words keys, Words values, const int* spots, const float* inverse,
+                                             const __nv_bfloat16* k_norm, float eps, int q_heads, int kv_heads, const float* table,
+                                             bool traditional) {
+  constexpr int D = K::DIM;
+  __shared__ float cosine[D / 2], sine[D / 2], k_new[D], v_new[D];
+  __shared__ unsigned char places[2][D];
+  __shared__ unsigned words[K::WORDS + V::WORDS];
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+  const Spot at = spot_of<true>(spots);
+  const int kv = blockIdx.x, warp = threadIdx.x >> 5;
+  for (int i = threadIdx.x; i < D / 2; i += ATTENTION_WARPS * 32) sincosf((float)at.length * inverse[i], &sine[i], &cosine[i]);
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+  __syncthreads();
+  const __nv_bfloat16* row = qkv + (size_t)blockIdx.z * (q_heads + 2 * kv_heads) * D;
+  turn<D>(row + (q_heads + kv) * D, 1, NORMED ? k_norm : nullptr, eps, cosine, sine, traditional, k_new);
+  for (int d = threadIdx.x; d < D; d += ATTENTION_WARPS * 32) v_new[d] = wide(row[(q_heads + kv_heads + kv) * D + d]);
+  __syncthreads();
+  for (int d = threadIdx.x; d < D; d += ATTENTION_WARPS * 32) k_new[d] = wide(narrow<__nv_bfloat16>(k_new[d]));
+  __syncthreads();
+  if (warp == 0) encode_row<K, KN>(k_new, nullptr, places[0], words);
+  if (warp == 1) encode_row<V, VN>(v_new, table, places[1], words + K::WORDS);
+  __syncthreads();
+  unsigned *key = keys.p + at.row * keys.row + kv * keys.head, *value = values.p + at.row * values.row + kv * values.head;
+  for (int w = threadIdx.x; w < K::WORDS; w += ATTENTION_WARPS * 32) key[at.length * keys.slot + w] = words[w];
+  for (int w = threadIdx.x; w < V::WORDS; w += ATTENTION_WARPS * 32) value[at.length * values.slot + w] = words[K::WORDS + w];
+}
+
 // As `attend` of attention.cuh, over codes: the new key and value are coded into slot lengths[b] of each row. What earlier steps left is asked
-// for before the kernel in front, in a graph, has ended.
-template <typename K, typename KN, typename V, typename VN, int HEADS, int MOST, bool NORMED>
+// for before the kernel in front, in a graph, has ended. In a WINDOW lengths are spots, and the new keys and values are in the buffers already.
+template <typename K, typename KN, typename V, typename VN, int HEADS, int MOST, bool NORMED, bool WINDOW>
 __device__ __forceinline__ void append_and_attend(const __nv_bfloat16* qkv, Words keys, Words values, const int* lengths,
                                                   const float* inverse, const __nv_bfloat16* q_norm, const __nv_bfloat16* k_norm,
                                                   float eps, int q_heads, int kv_heads, const float* table, float scale, bool traditional,
@@ -563,22 +596,25 @@ __device__ __forceinline__ void append_and_attend(const __nv_bfloat16* qkv, Word
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
-  const int b = blockIdx.z, group = blockIdx.y, stretch = blockIdx.x, warp = threadIdx.x >> 5;
+  const int z = blockIdx.z, group = blockIdx.y, stretch = blockIdx.x, warp = threadIdx.x >> 5;
   const int per_kv = q_heads / kv_heads / HEADS, kv = group / per_kv, sub = group % per_kv, head0 = group * HEADS;
-  const int length = lengths[b], size = stretch_size<MOST>(length), used = length / size + 1;
+  const Spot at = spot_of<WINDOW>(lengths);
+  const int b = at.row, length = at.length, size = stretch_size<MOST>(length), used = length / size + 1;
   if (stretch >= used) return;
-  const bool has_new = stretch == used - 1;
+  const bool has_new = !WINDOW && stretch == used - 1;
   auto& fresh = shared.fresh;
   unsigned *key = keys.p + b * keys.row + kv * keys.head, *value = values.p + b * values.row + kv * values.head;
   const Tiles<K, V> tiles(key, keys.slot, value, values.slot, stretch, size, length, has_new, shared);
-  tiles.begin();
+  const bool is_there = !WINDOW || tiles.k1 <= at.start;
+  if (is_there) tiles.begin();
   load_levels<V>(shared, table);
   for (int i = threadIdx.x; i < D / 2; i += ATTENTION_WARPS * 32) sincosf((float)length * inverse[i], &fresh.sine[i], &fresh.cosine[i]);
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
+  if (!is_there) tiles.begin();
   __syncthreads();
-  const __nv_bfloat16* row = qkv + (size_t)b * (q_heads + 2 * kv_heads) * D;
+  const __nv_bfloat16* row = qkv + (size_t)z * (q_heads + 2 * kv_heads) * D;
   turn<D>(row + head0 * D, HEADS, NORMED ? q_norm : nullptr, eps, fresh.cosine, fresh.sine, traditional, shared.q);
   if (has_new) {
     turn<D>(row + (q_heads + kv) * D, 1, NORMED ? k_norm : nullptr, eps, fresh.cosine, fresh.sine, traditional, fresh.k);
@@ -596,8 +632,8 @@ __device__ __forceinline__ void append_and_attend(const __nv_bfloat16* qkv, Word
   }
   __syncthreads();
   attend_codes<K, V, HEADS, MOST, __nv_bfloat16>(shared, tiles, length, has_new, scale,
-                                                 V::CODING == ROTATED ? table + 2 * V::LEVELS - 1 : nullptr, b * gridDim.y + group,
-                                                 stretch, used, counters, parts, out + ((size_t)b * q_heads + head0) * D, D);
+                                                 V::CODING == ROTATED ? table + 2 * V::LEVELS - 1 : nullptr, z * gridDim.y + group,
+                                                 stretch, used, counters, parts, out + ((size_t)z * q_heads + head0) * D, D);
 }
 
 }  // namespace gnomon

@@ -3,7 +3,8 @@
 Contract
     attend_over_codes  q [B, Hq, L, D] bf16 or f16, L from 1 to 16; words of keys and values [B or more, Hk, slots, words]; query i of row b
                        sees the slots up to starts[b] + i (starts int32 [B] or [1]); result [B, Hq, L, D] of q's type
-    append_and_attend  as `attention.attend`, over words: the new key and value are coded into slot `lengths[b]` of row b in place
+    append_and_attend  as `attention.attend`, windows too, over words: the new key and value are coded into slot `lengths[b]` of row b in
+                       place
     codes              `codes.why_not` says none; keys AFFINE or SHIFTED, values AFFINE or ROTATED; D 64 or 128
 
 Arithmetic: products of whole codes with queries and weights that are two f16 or bf16 numbers each (22 and 16 bits), float32 sums, numbers
@@ -128,18 +129,54 @@ def attend_over_codes(
 
 
 @cache
-def _appending(form: Form, keys: Key, values: Key) -> Kernel:
+def _append(form: Form, keys: Key, values: Key) -> Kernel:
+    types = (
+        f"{named(keys)}, {TYPES[keys[4]]}, {named(values)}, {TYPES[values[4]]}, {'true' if form.normed else 'false'}"
+    )
+    body = f"""
+  gnomon::append_codes<{types}>(
+      qkv, {_WORDS.format("keys")}, {_WORDS.format("values")}, spots, inverse, {"k_norm" if form.normed else "nullptr"}, {form.eps!r}f,
+      {form.q_heads}, {form.kv_heads}, table, {"true" if form.traditional else "false"});
+"""
+    names = ["qkv", "keys", "values", "spots", "inverse", "table", *(["k_norm"] if form.normed else [])]
+    return make("write_codes", FILES, names, ["appended"], body, block=BLOCK, any_strides=True, waits=True)
+
+
+def append(
+    form: Form,
+    pair: Pair,
+    qkv: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    spots: mx.array,
+    inverse: mx.array,
+    norms: tuple[mx.array, mx.array] | None,
+) -> mx.array:
+    """`attention.append` over words."""
+    return _append(form, key_of(pair[0]), key_of(pair[1]))(
+        inputs=[qkv, keys, values, spots, inverse, table(pair[1]), *(norms[1:] if norms else ())],
+        output_shapes=[(1,)],
+        output_dtypes=[mx.int32],
+        grid=(form.kv_heads * BLOCK, 1, qkv.shape[0]),
+        threadgroup=(BLOCK, 1, 1),
+    )[0]
+
+
+@cache
+def _appending(form: Form, keys: Key, values: Key, in_window: bool) -> Kernel:
     cut = Cut(form.q_heads, form.kv_heads)
     norms = "q_norm, k_norm" if form.normed else "nullptr, nullptr"
     types = f"{named(keys)}, {TYPES[keys[4]]}, {named(values)}, {TYPES[values[4]]}"
+    flags = f"{'true' if form.normed else 'false'}, {'true' if in_window else 'false'}"
     body = f"""
-  gnomon::append_and_attend<{types}, {cut.heads}, {cut.most_stretches}, {"true" if form.normed else "false"}>(
+  gnomon::append_and_attend<{types}, {cut.heads}, {cut.most_stretches}, {flags}>(
       qkv, {_WORDS.format("keys")}, {_WORDS.format("values")}, lengths, inverse, {norms}, {form.eps!r}f,
       {form.q_heads}, {form.kv_heads}, table, {form.scale!r}f, {"true" if form.traditional else "false"},
       const_cast<int*>(counters), out, parts);
 """
     names = ["qkv", "keys", "values", "lengths", "inverse", "table", "counters"]
     names += ["q_norm", "k_norm"] if form.normed else []
+    names += ["appended"] if in_window else []
     return make(
         "append_codes",
         FILES,
@@ -163,12 +200,14 @@ def append_and_attend(
     inverse: mx.array,
     counters: mx.array,
     norms: tuple[mx.array, mx.array] | None,
+    in_window: bool = False,
 ) -> mx.array:
     """`attention.attend` over words; `counters` are the same."""
     cut = Cut(form.q_heads, form.kv_heads)
     rows, stretches = qkv.shape[0], cut.stretches(keys.shape[2])
-    return _appending(form, key_of(pair[0]), key_of(pair[1]))(
-        inputs=[qkv, keys, values, lengths, inverse, table(pair[1]), counters, *(norms or ())],
+    appended = [append(form, pair, qkv, keys, values, lengths, inverse, norms)] if in_window else []
+    return _appending(form, key_of(pair[0]), key_of(pair[1]), in_window)(
+        inputs=[qkv, keys, values, lengths, inverse, table(pair[1]), counters, *(norms or ()), *appended],
         output_shapes=[
             (rows, form.q_heads * form.size),
             (rows * cut.blocks if stretches > 1 else 1, cut.most_stretches, cut.heads, form.size + 2),

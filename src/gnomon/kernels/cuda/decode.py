@@ -8,11 +8,15 @@
     add          down, residual
     product      norm, head                                   1
 
+A window of several tokens per row, as when guesses are verified, is as many rows to all of them but attention, in front of which one more
+kernel writes its keys and values: each token gets the bits that it would have got alone.
+
 Of a layer with experts the last two are four: product (norm, router), route, gated (norm, gate, up, activation of those chosen),
 blend_and_add (their sum, residual). In stock operations a layer has about 15, with experts 25. Every one costs the host about 5 us, and as
 much again where Python builds it; the graph is built once per shape (`mx.compile`).
 
-Taken: one new token for each of 1 to 32 rows, bf16, states of full attention, plain or coded. Anything else is the model's own forward.
+Taken: one new token for each of 1 to 32 rows, or windows of up to 128 tokens of such rows (64 where weights are dense; a launch for
+every 32), over states of full attention, plain or coded. Anything else is the model's own forward.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
@@ -33,7 +38,7 @@ from gnomon.kernels.build import BuildError
 from gnomon.kernels.cuda import attention, coded_attention, experts, graphs
 from gnomon.kernels.cuda.graphs import Graphs
 from gnomon.kernels.cuda.mixtures import Mixture
-from gnomon.kernels.cuda.products import MOST_ROWS, Normed, Weights, add, embed, gated, most_rows, product
+from gnomon.kernels.cuda.products import DENSE, MOST_ROWS, Normed, Weights, add, embed, gated, most_rows, product
 from gnomon.kernels.cuda.record import roomy
 from gnomon.kernels.dispatch import thread, uncovered
 
@@ -45,8 +50,14 @@ FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 graph_failures: list[str] = []
 """Why decoders of this process gave up making graphs."""
 
-MOST_GRAPHS = 16
-"""Compiled graphs to keep: one per number of rows and size of buffers."""
+MOST_GRAPHS = 32
+"""Compiled graphs to keep: one per number of rows and size of buffers, and per size of windows."""
+
+WINDOWS = (2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
+"""Tokens of windows for which there are graphs. Others are filled up with their last token, which writes and computes the same again."""
+
+MOST_LAUNCHES, MOST_DENSE_LAUNCHES = 4, 2
+"""Of a window. With more, weights are read so often that the model's own forward is as fast; codes it has to unpack."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,34 +123,40 @@ class Decoder:
         self._owners, self._names, self._parts = zip(*watched, strict=True) if watched else ((), (), ())
         self._shapes: set[tuple[int, ...]] = set()
         self._made: dict[tuple[Codings, tuple[tuple[tuple[int, ...], mx.Dtype], ...]], Any] = {}
-        self._last: Any = None
+        self._last: dict[tuple[int, ...], Any] = {}
+        """The graph last run for tokens of a shape."""
         self._codes: Codings = (None,) * len(layers)
+        self._was_current = True
         self._counters = mx.zeros(MOST_ROWS * max(layer.form.blocks_per_row for layer in layers), dtype=mx.int32)
         mx.eval(self._counters, [layer.inverse for layer in layers])
         self._compiled = mx.compile(self._forward)
 
     def _forward(self, tokens: mx.array, lengths: mx.array, *buffers: mx.array) -> mx.array:
-        """Logits [B, 1, V] for tokens [B, 1]; `buffers` are keys and values of all layers by turns."""
-        return self._logits(tokens.reshape(-1).astype(mx.int32), lengths, *buffers)[:, None]
+        """Logits [B, 1, V] for tokens [B, 1], or [N] of windows, of which `lengths` are the spots; `buffers` are keys and values of all
+        layers by turns."""
+        in_window = tokens.ndim == 1
+        return self._logits(in_window, tokens.reshape(-1).astype(mx.int32), lengths, *buffers)[:, None]
 
     def chain(self, lengths: mx.array, tokens: mx.array, *buffers: mx.array) -> mx.array:
         """The same as a chain of kernels alone: logits [B, V]; `lengths` come from the host."""
-        return self._logits(*graphs.take(tokens, lengths), *buffers)
+        return self._logits(tokens.ndim == 1, *graphs.take(tokens, lengths), *buffers)
 
-    def _logits(self, tokens: mx.array, lengths: mx.array, *buffers: mx.array) -> mx.array:
+    def _logits(self, in_window: bool, tokens: mx.array, lengths: mx.array, *buffers: mx.array) -> mx.array:
         eps = self.eps
         h, x = embed(tokens, self.table, self.layers[0].attention_norm, eps)
         after = [*(layer.attention_norm for layer in self.layers[1:]), self.norm]
         for i, (layer, next_norm) in enumerate(zip(self.layers, after, strict=True)):
             qkv = product(x, layer.q, layer.k, layer.v)
-            y = self._attend(i, qkv, buffers[2 * i], buffers[2 * i + 1], lengths)
+            y = self._attend(i, qkv, buffers[2 * i], buffers[2 * i + 1], lengths, in_window)
             h, x = add(y, layer.o, h, layer.mlp_norm, eps)
             h, x = layer.mlp.add(x, h, next_norm, eps)
         return product(x, self.head)
 
-    def _attend(self, i: int, qkv: mx.array, keys: mx.array, values: mx.array, lengths: mx.array) -> mx.array:
+    def _attend(
+        self, i: int, qkv: mx.array, keys: mx.array, values: mx.array, lengths: mx.array, in_window: bool
+    ) -> mx.array:
         layer, codes = self.layers[i], self._codes[i]
-        more = lengths, layer.inverse, self._counters, layer.head_norms
+        more = lengths, layer.inverse, self._counters, layer.head_norms, in_window
         if codes is None:
             return attention.attend(layer.form, qkv, keys, values, *more)
         return coded_attention.append_and_attend(layer.form, codes, qkv, keys, values, *more)
@@ -149,8 +166,12 @@ class Decoder:
         return all(map(operator.is_, map(dict[str, Any].get, self._owners, self._names), self._parts))
 
     def step(self, tokens: mx.array, caches: Sequence[Any]) -> mx.array | None:
-        """The forward of tokens [B, 1] over layer states, which keep the new keys and values; None if it can't be taken here."""
-        if tokens.shape[0] > most_rows() or len(caches) != len(self.layers) or not self.is_current():
+        """The forward of tokens [B, M], or of a flat window's [N, 1], over layer states, which keep the new keys and values; None if it
+        can't be taken here."""
+        if tokens.size > self.most_tokens or len(caches) != len(self.layers):
+            return None
+        self._was_current = self.is_current()
+        if not self._was_current:
             return None
         held = [_in_place(cache, layer.form.size, self.dtype) for cache, layer in zip(caches, self.layers, strict=True)]
         found = [one for one in held if one is not None]
@@ -162,17 +183,63 @@ class Decoder:
             self._codes = codes
             self._shapes.clear()
             self._compiled = mx.compile(self._forward)
-            self._last = None
+            self._last.clear()
         rows = caches[0].rows
-        logits = self._launched(tokens, rows.lengths, buffers)
-        if logits is None:
-            logits = self._one_by_one(tokens, rows.offsets, buffers)
-        for cache in caches:
-            cache.advance_in_place()
+        if rows.is_flat or rows.width > 1:
+            logits = self._window(tokens, rows, buffers)
+        elif rows.num_rows > most_rows():
+            logits = None
+        else:
+            logits = self._launched(tokens, rows.lengths, buffers)
+            if logits is None:
+                logits = self._one_by_one(tokens, rows.offsets, buffers)
+        if logits is not None:
+            for cache in caches:
+                cache.appends(logits)
         return logits
 
+    @property
+    def most_tokens(self) -> int:
+        """Tokens that a window may have."""
+        is_dense = self.layers[0].q.bits == DENSE
+        return most_rows() * (MOST_DENSE_LAUNCHES if is_dense else MOST_LAUNCHES)
+
+    def takes_flat(self, caches: Sequence[Any]) -> int:
+        """How many tokens a flat window over these states may have; 0 if they take none. Coded ones do after a step over them."""
+        if not thread.native or len(caches) != len(self.layers) or not self._was_current:
+            return 0
+        for cache, codes in zip(caches, self._codes, strict=True):
+            # What steps have taken before.
+            held = getattr(cache, "flat_type", None)
+            if held is None or held != (self.dtype if codes is None else mx.uint32) or cache.codes != codes:
+                return 0
+        return self.most_tokens if _has_room(caches[0].rows) else 0
+
+    def _window(self, tokens: mx.array, rows: Any, buffers: list[mx.array]) -> mx.array | None:
+        """Logits [B, M, V] of a window, or [N, 1, V] of a flat one; None for more rows or positions than a spot can name."""
+        if not _has_room(rows):
+            return None
+        if rows.is_flat:
+            places = list(zip(rows.homes, rows.flat_positions, strict=True))
+        else:
+            places = [(row, start + i) for row, start in enumerate(rows.lengths) for i in range(tokens.shape[1])]
+        most, found = most_rows(), list[mx.array]()
+        for begin in range(0, len(places), most):
+            part = places[begin : begin + most]
+            size = next(size for size in WINDOWS if size >= len(part))
+            spots = attention.spots(part, size)
+            fed = tokens.reshape(-1) if size == len(places) else mx.take(tokens, _indices(begin, len(part), size))
+            if found:  # whose keys and values later tokens of a row see
+                fed = mx.depends(fed, found[-1])
+            logits = self._launched(fed, spots, buffers)
+            if logits is None:
+                logits = self._one_by_one(fed, mx.array(spots, dtype=mx.int32), buffers)
+            found.append(logits if size == len(part) else logits[: len(part)])
+        whole = found[0] if len(found) == 1 else mx.concatenate(found)
+        return whole.reshape(*tokens.shape, -1)
+
     def _one_by_one(self, tokens: mx.array, lengths: mx.array, buffers: Sequence[mx.array]) -> mx.array:
-        shape = (tokens.shape[0], *buffers[0].shape)
+        shape = (*tokens.shape, *buffers[0].shape)
         if shape not in self._shapes:
             if len(self._shapes) == MOST_GRAPHS:
                 self._shapes.clear()
@@ -184,8 +251,8 @@ class Decoder:
         """The step as one graph of kernels; None if there can't be one."""
         if self.graphs is None:
             return None
-        inputs = [tokens, *buffers]
-        logits = self._last.run(inputs, lengths) if self._last is not None else None
+        inputs, last = [tokens, *buffers], self._last.get(tuple(tokens.shape))
+        logits = last.run(inputs, lengths) if last is not None else None
         if logits is None:
             key = self._codes, tuple((roomy(array.shape), array.dtype) for array in inputs)
             graph = self._made.pop(key, None)
@@ -200,8 +267,9 @@ class Decoder:
                 self.graphs = None
                 return None
             if len(self._made) == MOST_GRAPHS:
-                del self._made[next(iter(self._made))]
-            self._last = self._made[key] = graph
+                gone = self._made.pop(next(iter(self._made)))
+                self._last = {shape: one for shape, one in self._last.items() if one is not gone}
+            self._last[tuple(tokens.shape)] = self._made[key] = graph
             logits = graph.run(inputs, lengths)
         return logits
 
@@ -218,6 +286,19 @@ Codings = tuple[coded_attention.Pair | None, ...]
 """Which codes each layer's buffers hold, if any."""
 
 
+@lru_cache(maxsize=128)
+def _indices(begin: int, count: int, size: int) -> mx.array:
+    """`count` numbers from `begin` on, the last of them until there are `size`."""
+    made = mx.array([begin + min(i, count - 1) for i in range(size)], dtype=mx.int32)
+    mx.eval(made)
+    return made
+
+
+def _has_room(rows: Any) -> bool:
+    """Whether a window's `spot`s can name all of a batch's rows and positions."""
+    return rows.num_rows <= MOST_ROWS and rows.end <= attention.MOST_POSITIONS
+
+
 def _in_place(cache: Any, size: int, dtype: mx.Dtype) -> tuple[mx.array, mx.array, coded_attention.Pair | None] | None:
     """Keys and values of heads of `size` and `dtype` in buffers with room for a token per row, and the codes they are held in; None if
     there are none that the kernels take."""
@@ -226,7 +307,10 @@ def _in_place(cache: Any, size: int, dtype: mx.Dtype) -> tuple[mx.array, mx.arra
         if found is not None and found[2] is not None:
             return found if coded_attention.why_not(found[2]) is None else None
     else:
-        pair: tuple[mx.array, mx.array] | None = cache.in_place() if hasattr(cache, "in_place") else None
+        # Whoever is given the arrays waits for the step that appends; the next step's tokens do so by themselves.
+        pair: tuple[mx.array, mx.array] | None = None
+        if hasattr(cache, "in_place"):
+            pair = cache.in_place("causal", settled=False)
         found = None if pair is None else (*pair, None)
     return None if found is None or found[0].dtype != dtype else found
 
@@ -331,11 +415,12 @@ def _made(model: Any) -> Decoder:
 
 def _forward(own: Callable[..., mx.array]) -> Callable[..., mx.array]:
     def __call__(self: Any, inputs: mx.array, cache: Any = None, input_embeddings: mx.array | None = None) -> mx.array:
-        if thread.active and cache is not None and input_embeddings is None and inputs.shape[1] == 1:
+        if thread.active and cache is not None and input_embeddings is None:
             logits = self.decoder.step(inputs, cache)
             if logits is not None:
                 return logits
-            uncovered("decode", f"{inputs.shape[0]} rows over {type(cache[0]).__name__}")
+            if inputs.shape[1] == 1:
+                uncovered("decode", f"{inputs.shape[0]} rows over {type(cache[0]).__name__}")
         return own(self, inputs, cache, input_embeddings)
 
     return __call__

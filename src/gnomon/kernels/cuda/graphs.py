@@ -50,7 +50,7 @@ TAKE = make(
 
 
 def take(tokens: Any, lengths: Any) -> tuple[mx.array, mx.array]:
-    """Copies of tokens [B, 1] and of the step's numbers [B], int32 [B] both. For recorded steps only."""
+    """Copies of tokens [B, 1] or [B] and of the step's numbers [B], int32 [B] both. For recorded steps only."""
     rows = tokens.shape[0]
     return tuple(  # pyright: ignore[reportReturnType]
         TAKE(

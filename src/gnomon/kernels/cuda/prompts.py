@@ -2,7 +2,9 @@
 
 MLX takes it to cuDNN, which makes a plan for each new number of queries and keys: 40 to 50 ms on an H200, and half a second for the
 first, where attention itself takes 0.1 to 0.4 ms. Prompts have any length. So queries and keys are filled up to one of a few lengths, at
-most a quarter longer, and the mask keeps the filling out.
+most a quarter longer, and the mask keeps the filling out. A prompt's full chunks, as the engine cuts them, have such lengths and stay as
+they are, and its last one is filled up by as many keys as queries, so neither needs more of a mask than its name: one written out takes 2
+bytes for each query and key, as much as the keys and values of some layers, and exists once for all layers of a step.
 
 Contract
     q, k, v   [B, Hq, L, D], [B, Hk, S, D], [B, Hk, S, D] bf16 or f16, L from 17
@@ -24,11 +26,13 @@ from gnomon.kernels.dispatch import Operation, thread
 FEWEST = 17
 """Queries. Fewer are decode steps and windows of proposals."""
 LEAST = 64
+MOST = 2048
+"""Between lengths that are planned for, so that the ends of the engine's chunks are among them at any length."""
 
 
 def filled(length: int) -> int:
-    """The next length that is planned for: 64, 128 to 512 in steps of 64, to 1024 in steps of 128, to 2048 of 256, and so on."""
-    step = max(LEAST, (1 << (length - 1).bit_length()) // 8)
+    """The next length that is planned for: 64, 128 to 512 in steps of 64, to 1024 in steps of 128, to 2048 of 256, and so on to 2048."""
+    step = min(MOST, max(LEAST, (1 << (length - 1).bit_length()) // 8))
     return -(-length // step) * step
 
 
@@ -40,15 +44,24 @@ def attend(
     more = filled(length) - length
     if isinstance(mask, str):
         before = keys - length
-        more_keys = more if before == 0 else filled(keys) - keys
+        more_keys = more if before == filled(before) else filled(keys) - keys
         # As many of both: "causal" counts from the last key, and what is filled up stays behind all others.
         if more_keys != more:
-            mask = mx.arange(keys + more_keys)[None] <= mx.arange(before, before + length + more)[:, None]
+            mask = _written(before, length + more, keys + more_keys, q.dtype)
     else:
         more_keys = filled(keys) - keys
         mask = _fill(mask, (-2, more), (-1, more_keys))
     out = stock(_fill(q, (2, more)), _fill(k, (2, more_keys)), _fill(v, (2, more_keys)), mask=mask, **how)
     return out[:, :, :length] if more else out
+
+
+def _written(before: int, length: int, keys: int, dtype: mx.Dtype) -> mx.array:
+    """The causal mask of queries behind `before` keys, added to scores, as stock attention makes it of bools for each layer."""
+    key = before, length, keys, dtype
+    if key not in thread.masks:
+        seen = mx.arange(keys)[None] <= mx.arange(before, before + length)[:, None]
+        thread.masks[key] = mx.where(seen, mx.array(0, dtype), mx.array(mx.finfo(dtype).min, dtype))
+    return thread.masks[key]
 
 
 def _fill(x: mx.array, *ends: tuple[int, int]) -> mx.array:

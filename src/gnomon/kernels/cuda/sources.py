@@ -21,14 +21,6 @@ import mlx.core as mx
 
 Grid = tuple[int, int, int]
 
-AT_ONCE = """
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-"""
-"""The beginning of a kernel that waits (see `make`) and has nothing to do before."""
-
 
 class Recorder(Protocol):
     """Takes down calls of kernels instead of running them."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -160,6 +160,57 @@ def _attention(
     yield Check("attention", case, ISA, float((difference / bound).max()), same)
 
 
+def window_places(lengths: Sequence[int], widths: Sequence[int]) -> list[tuple[int, int]]:
+    """Rows and positions of a window of so many tokens behind each row."""
+    return [
+        (row, length + i) for row, (length, width) in enumerate(zip(lengths, widths, strict=True)) for i in range(width)
+    ]
+
+
+def _appended(
+    size: int, q_heads: int, kv_heads: int, normed: bool, traditional: bool, dtype: mx.Dtype
+) -> Iterator[Check]:
+    """Windows have the bits of their tokens one by one, and leave the same buffers."""
+    lengths, widths = [0, 1, 126, 300, 4093, 5000], [3, 1, 5, 2, 6, 7]
+    slots, places = 5120, window_places(lengths, widths)
+    form = attention.Form(q_heads, kv_heads, size, size**-0.5, traditional, normed, 1e-6)
+    inverse = mx.exp(-mx.arange(size // 2, dtype=mx.float32) * (9.0 / (size // 2)))
+    norms = None
+    if normed:
+        norms = (1 + 0.1 * _random(size, seed=8, dtype=dtype), 1 + 0.1 * _random(size, seed=9, dtype=dtype))
+    qkv = _random(len(places), (q_heads + 2 * kv_heads) * size, seed=size, dtype=dtype)
+    counters = mx.zeros(64 * 32, dtype=mx.int32)
+
+    def buffers() -> list[mx.array]:
+        ends = mx.array(lengths)[:, None, None, None]
+        is_old = mx.arange(slots)[None, None, :, None] < ends
+        random = [_random(len(lengths), kv_heads, slots, size, seed=s, dtype=dtype) for s in (6, 7)]
+        made = [mx.where(is_old, one, mx.array(float("nan"), dtype=dtype)) for one in random]
+        mx.eval(made, qkv, counters, inverse)
+        return made
+
+    single, whole = buffers(), buffers()
+    alone: list[mx.array] = []
+    for i, (row, at) in enumerate(places):
+        own = [mx.contiguous(buffer[row : row + 1]) for buffer in single]
+        n = mx.array([at], dtype=mx.int32)
+        alone.append(attention.attend(form, qkv[i : i + 1], own[0], own[1], n, inverse, counters, norms))
+        mx.eval(alone[-1])
+        for buffer, one in zip(single, own, strict=True):
+            buffer[row, :, at] = one[0, :, at]
+        mx.eval(single)
+    for size_of in (len(places), 32):
+        spots = mx.array(attention.spots(places, size_of), dtype=mx.int32)
+        fed = mx.concatenate([qkv, mx.broadcast_to(qkv[-1:], (size_of - len(places), qkv.shape[1]))])
+        y = attention.attend(form, fed, whole[0], whole[1], spots, inverse, counters, norms, True)
+        mx.eval(y)
+        same = bool((_bits(y[: len(places)]) == _bits(mx.concatenate(alone))).all())
+        same = same and all((_bits(a) == _bits(b)).all() for a, b in zip(single, whole, strict=True))
+        same = same and bool(mx.isfinite(y).all().item()) and not bool(counters.any().item())
+        case = f"{size_of} tokens, {q_heads} of {kv_heads} heads of {size}{', head norms' if normed else ''}, {_name(dtype)}"
+        yield Check("append and attend windows", case, ISA, 0.0, same)
+
+
 def _turned(x: Array, norm: mx.array | None, position: int, inverse: mx.array, traditional: bool) -> Array:
     """Head norm, if there is one, and rotation of [heads, D] in float64."""
     if norm is not None:
@@ -183,7 +234,8 @@ def parts() -> list[Callable[[], Iterator[Check]]]:
     found += [partial(_fused, mx.bfloat16, bits, 64) for bits in (4, 8, products.DENSE)]
     found += [partial(_fused, mx.float32, bits, 32) for bits in (4, 8)]
     found += [
-        partial(_attention, *form)
+        partial(check, *form)
+        for check in (_attention, _appended)
         for form in (
             (128, 8, 2, False, False, mx.bfloat16),
             (64, 9, 3, False, False, mx.bfloat16),

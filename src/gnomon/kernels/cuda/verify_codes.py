@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from gnomon.kernels.codes import AFFINE, ROTATED, SHIFTED, Codes
 from gnomon.kernels.cuda import coded_attention, codes
 from gnomon.kernels.cuda.attention import Form
+from gnomon.kernels.cuda.attention import spots as spots_of
 from gnomon.kernels.verify import (
     EPSILON,
     Array,
@@ -320,6 +321,41 @@ def _appending(case: Case) -> Iterator[Check]:
     yield Check("append and attend codes", case.name, ISA, error, same)
 
 
+def _appended(case: Case) -> Iterator[Check]:
+    """Windows have the bits of their tokens one by one, and leave the same words."""
+    pair, dim = case.pair(), case.dim
+    lengths, widths = (1, 15, 126, 300, 4093, 5000), (3, 2, 5, 1, 6, 7)
+    places = [(row, n + i) for row, (n, width) in enumerate(zip(lengths, widths, strict=True)) for i in range(width)]
+    form = Form(case.q_heads, case.kv_heads, dim, dim**-0.5, False, case.normed, 1e-6)
+    inverse = mx.exp(-mx.arange(dim // 2, dtype=mx.float32) * (9.0 / (dim // 2)))
+    norms = None
+    if case.normed:
+        norms = 1 + 0.1 * _random(dim, seed=8, dtype=mx.bfloat16), 1 + 0.1 * _random(dim, seed=9, dtype=mx.bfloat16)
+    qkv = _random(len(places), (case.q_heads + 2 * case.kv_heads) * dim, seed=dim, dtype=mx.bfloat16)
+    counters = mx.zeros(64 * 32, dtype=mx.int32)
+    mx.eval(qkv, counters, inverse)
+    single, whole = _buffers(case, lengths), _buffers(case, lengths)
+    alone: list[mx.array] = []
+    for i, (row, at) in enumerate(places):
+        own = [mx.contiguous(words[row : row + 1]) for words in single]
+        n = mx.array([at], dtype=mx.int32)
+        y = coded_attention.append_and_attend(form, pair, qkv[i : i + 1], own[0], own[1], n, inverse, counters, norms)
+        mx.eval(y)
+        alone.append(y)
+        for words, one in zip(single, own, strict=True):
+            words[row, :, at] = one[0, :, at]
+        mx.eval(single)
+    for size in (len(places), 32):
+        spots = mx.array(spots_of(places, size), dtype=mx.int32)
+        fed = mx.concatenate([qkv, mx.broadcast_to(qkv[-1:], (size - len(places), qkv.shape[1]))])
+        y = coded_attention.append_and_attend(form, pair, fed, *whole, spots, inverse, counters, norms, True)
+        mx.eval(y)
+        same = bool((_bits(y[: len(places)]) == _bits(mx.concatenate(alone))).all())
+        same = same and all(mx.array_equal(a, b).item() for a, b in zip(single, whole, strict=True))
+        same = same and bool(mx.isfinite(y).all().item()) and not bool(counters.any().item())
+        yield Check("append and attend windows of codes", f"{size} tokens, {case.name}", ISA, 0.0, same)
+
+
 def verify(cases: Sequence[Case] = CASES) -> Iterator[Check]:
     """Check the kernels over codes."""
     for seed, case in enumerate(cases):
@@ -328,3 +364,4 @@ def verify(cases: Sequence[Case] = CASES) -> Iterator[Check]:
         yield from _windows(case)
         if case.dtype == mx.bfloat16:
             yield from _appending(case)
+            yield from _appended(case)

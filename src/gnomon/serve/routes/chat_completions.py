@@ -33,7 +33,7 @@ from gnomon.serve.generation import MALFORMED, Generation, Piece
 from gnomon.serve.prepare import Job, check_size, extractor_for, tier
 from gnomon.serve.schema import json_body
 from gnomon.serve.services import FINGERPRINT, Services, services_of
-from gnomon.serve.sse import DONE, PING, EventSourceResponse, frame, guarded
+from gnomon.serve.sse import DONE, PING, EventSourceResponse, Frames, frame, guarded
 from gnomon.serve.wire.chat import (
     CalledFunctionDelta,
     ChatChunk,
@@ -236,6 +236,7 @@ def _logprobs(prepared: ChatJob, pieces: list[Piece]) -> ChatLogprobs | None:
 
 async def frames(generation: Generation, prepared: ChatJob, services: Services) -> AsyncGenerator[bytes]:
     """The answer as server-sent events."""
+    texts = Texts(prepared, services)
     # Whether there will be content isn't known where there may be calls only.
     nothing = None if prepared.extractor else ""
     for index in range(generation.choices):
@@ -244,7 +245,7 @@ async def frames(generation: Generation, prepared: ChatJob, services: Services) 
         if pieces is None:
             yield PING
         else:
-            yield b"".join(frame(chunk) for piece in pieces for chunk in _chunks(prepared, services, piece))
+            yield b"".join([texts.frames(piece) for piece in pieces])
     if prepared.job.usage:
         last = _chunk(prepared, services, None, {})
         last["usage"] = usage_body(generation.usages, prepared.job.tier, generation.reasoning_tokens)
@@ -252,13 +253,45 @@ async def frames(generation: Generation, prepared: ChatJob, services: Services) 
     yield DONE
 
 
+class Texts:
+    """The pieces of an answer as frames. Of those with nothing but text, which most are, only the text is encoded."""
+
+    def __init__(self, prepared: ChatJob, services: Services) -> None:
+        self._prepared = prepared
+        self._services = services
+        self._content: dict[int, Frames] = {}
+        self._reasoning: dict[int, Frames] = {}
+
+    def frames(self, piece: Piece) -> bytes:
+        prepared, index = self._prepared, piece.index
+        if prepared.logprobs or not piece.is_text:
+            return b"".join(frame(chunk) for chunk in _chunks(prepared, self._services, piece))
+        if piece.content:
+            made = self._content.get(index) or self._made(self._content, index, _content)
+            return made.frame(piece.content)
+        made = self._reasoning.get(index) or self._made(self._reasoning, index, _reasoning)
+        return made.frame(piece.reasoning)
+
+    def _made(self, known: dict[int, Frames], index: int, delta: Callable[[str], ChatDelta]) -> Frames:
+        known[index] = Frames(lambda text: _chunk(self._prepared, self._services, index, delta(text)))
+        return known[index]
+
+
+def _content(text: str) -> ChatDelta:
+    return {"content": text}
+
+
+def _reasoning(text: str) -> ChatDelta:
+    return {"reasoning_content": text, "reasoning": text}
+
+
 def _chunks(prepared: ChatJob, services: Services, piece: Piece) -> list[ChatChunk]:
     """Reasoning, content and each part of a call go apart; log-probabilities with the first; the finish alone, as OpenAI sends it."""
     deltas: list[ChatDelta] = []
     if piece.reasoning:
-        deltas.append({"reasoning_content": piece.reasoning, "reasoning": piece.reasoning})
+        deltas.append(_reasoning(piece.reasoning))
     if piece.content:
-        deltas.append({"content": piece.content})
+        deltas.append(_content(piece.content))
     calls: list[MadeCallDelta | None] = [_call(event) for event in piece.calls]
     deltas.extend({"tool_calls": [call]} for call in calls if call is not None)
     if piece.logprobs and not deltas:

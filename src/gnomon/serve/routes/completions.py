@@ -22,7 +22,7 @@ from gnomon.serve.prepare import Job, check_ids, check_size, tier
 from gnomon.serve.prompt_echo import PromptEcho, echoes, joined
 from gnomon.serve.schema import json_body
 from gnomon.serve.services import FINGERPRINT, Services, services_of
-from gnomon.serve.sse import DONE, PING, EventSourceResponse, frame, guarded
+from gnomon.serve.sse import DONE, PING, EventSourceResponse, Frames, frame, guarded
 from gnomon.serve.wire.completions import Completion, CompletionChoice, CompletionRequest
 from gnomon.serve.wire.logprobs import LegacyLogprobs, MLXLogprobs, legacy_logprobs, mlx_logprobs
 from gnomon.serve.wire.usage import usage_body, weakest
@@ -197,11 +197,21 @@ async def frames(
         yield frame(_chunk(prepared, services, index, echo.text, echo.logprobs, end))
     if generation is not None:
         offsets = [len(echo.text) for echo in echoed] or [0] * generation.choices
+        texts: dict[int, Frames] = {}
+
+        def told(piece: Piece) -> bytes:
+            if prepared.logprobs is not None or not piece.is_text:
+                return frame(_next(prepared, services, piece, offsets))
+            index = piece.index
+            if index not in texts:
+                texts[index] = Frames(lambda text: _chunk(prepared, services, index, text, None, None))
+            return texts[index].frame(piece.content)
+
         async for pieces in generation.pieces(services.timing.keep_alive):
             if pieces is None:
                 yield PING
             else:
-                yield b"".join(frame(_next(prepared, services, piece, offsets)) for piece in pieces)
+                yield b"".join([told(piece) for piece in pieces])
     if prepared.job.usage:
         last = _completion(prepared, services)
         last["usage"] = usage_body(_usages(generation, prepared, services), prepared.job.tier)

@@ -59,6 +59,7 @@ class PagedLayer(LayerState):
         if self.rows.is_flat:
             raise RuntimeError("a flat window is appended in place only")
         codec, table = self.codec, self.table
+        self.rows.pace(keys)
         self._dims = keys.shape[3], values.shape[3], keys.dtype
         if codec is None:
             table.pool.write(self.number, table.writing, keys, values)
@@ -76,6 +77,7 @@ class PagedLayer(LayerState):
         layout = self._layout(range(rows.num_rows))
         if not is_read or layout.run is not None:
             return self.update_and_fetch(keys, values)
+        rows.pace(keys)
         self.table.pool.write(self.number, self.table.writing, keys, values)
         shape = rows.num_rows, keys.shape[1], layout.end
         attend = self._attend_plain

@@ -59,10 +59,11 @@ class PrefixCache:
         """How many tokens `lend` would give now."""
         return self.tree.walk(namespace, tokens).usable(len(tokens) - 1)[0]
 
-    def lend(self, namespace: str, tokens: Sequence[int], boundary: int | None = None) -> Lent:
+    def lend(self, namespace: str, tokens: Sequence[int], boundary: int | None = None, slots: int = 0) -> Lent:
         """The longest state held of at most all tokens but the last, evaluated.
 
-        `boundary` is the position at which the prompt's template opens the answer, where known; it serves the explanation only.
+        `boundary` is the position at which the prompt's template opens the answer, where known; it serves the explanation only. A state
+        that will grow is copied once more then, unless it is given so many `slots` here; see `assemble`.
         """
         walk = self.tree.walk(namespace, tokens)
         length, blocks, checkpoint = walk.usable(len(tokens) - 1)
@@ -70,7 +71,7 @@ class PrefixCache:
         if not length:
             self.counts.misses += 1
             return Lent(0, None, miss)
-        snapshot = assemble(blocks, length, checkpoint)
+        snapshot = assemble(blocks, length, checkpoint, slots)
         mx.eval(snapshot.arrays())
         for entry in reversed(blocks):
             self.retention.touch(entry)
