@@ -15,7 +15,6 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from gnomon.kernels import dispatch
 from gnomon.kernels.cuda import attention, chunks, decode
-from gnomon.kernels.cuda.products import Weights
 from gnomon.state.batch_state import BatchState
 from gnomon.state.codecs.affine import Affine
 from gnomon.state.codecs.coding import Coding
@@ -60,13 +59,17 @@ def make(kind: str) -> Any:
 def placed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Plain operations in place of the kernels; how many tokens `place_heads` was given, by call."""
     seen: list[int] = []
+    groups: dict[int, Sequence[chunks.Group]] = {}
 
-    def unpack(*parts: Weights) -> mx.array:
+    def unpack(self: chunks.Unpacking) -> list[mx.array]:
         found: list[mx.array] = []
-        for part in parts:
-            packed, scales, biases = part.arrays()[:3]
-            found.append(mx.dequantize(packed, scales, biases, part.group, part.bits))
-        return mx.concatenate(found)
+        for group in groups[id(self)]:
+            codes = [part.arrays()[:3] for part in group]
+            found.append(mx.concatenate([mx.dequantize(w, s, b, group[0].group, group[0].bits) for w, s, b in codes]))
+        return found
+
+    def remember(self: chunks.Unpacking, given: Sequence[chunks.Group]) -> None:
+        groups[id(self)] = given
 
     def add_and_norm(y: mx.array, residual: mx.array, weight: mx.array, eps: float) -> tuple[mx.array, mx.array]:
         h = residual + y
@@ -93,22 +96,24 @@ def placed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             found.append(mx.fast.rope(x, form.size, offset=offsets, **how) if i < 2 else x)
         return tuple(found)
 
-    for own in (unpack, add_and_norm, gate_and_multiply, place_heads):
+    monkeypatch.setattr(chunks.Unpacking, "__init__", remember)
+    monkeypatch.setattr(chunks.Unpacking, "__call__", unpack)
+    for own in (add_and_norm, gate_and_multiply, place_heads):
         monkeypatch.setattr(chunks, own.__name__, own)
     return seen
 
 
 def chunk(model: Any, state: BatchState, tokens: mx.array, *, native: bool) -> np.ndarray:
-    """Logits of one forward, in float32."""
+    """What one forward hands to the head, in float32."""
     state.begin(tokens.shape[1])
     dispatch.choose(native)
     try:
         with dispatch.step():
-            logits = model(tokens, cache=state.caches).astype(mx.float32)
+            found = model.model(tokens, cache=state.caches).astype(mx.float32)
     finally:
         dispatch.choose(False)
     state.commit()
-    return np.array(logits)
+    return np.array(found)
 
 
 def swap(model: Any) -> None:
@@ -124,10 +129,10 @@ CUTS = list(itertools.pairwise((0, 40, 90, 130)))
 
 
 def in_chunks(model: Any) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Logits of a row's three chunks, and its keys and values, in float32."""
+    """What a row's three chunks hand to the head, and its keys and values, in float32."""
     state = BatchState(model, make_prompt_cache(model))
-    logits = [chunk(model, state, TOKENS[:, a:b], native=True) for a, b in CUTS]
-    return np.concatenate(logits, axis=1), [np.array(array.astype(mx.float32)) for array in state.arrays()]
+    found = [chunk(model, state, TOKENS[:, a:b], native=True) for a, b in CUTS]
+    return np.concatenate(found, axis=1), [np.array(array.astype(mx.float32)) for array in state.arrays()]
 
 
 @pytest.mark.parametrize("kind", ["llama, 4 bits", "qwen2, 8 bits", "qwen3, 4 bits"])

@@ -18,18 +18,28 @@ struct Octet {
   }
 };
 
-// Weights [all rows of all parts, K] of T from codes, rounded once, one part after the other. One thread per 32 bits of codes.
-template <typename T, int BITS, int GROUP, int PARTS>
-__device__ __forceinline__ void unpack_parts(const Weights<T> (&parts)[PARTS], int row_words, T* out) {
-  long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x, before = 0;
-  Weights<T> one = parts[0];
+// Weights, their 32-bit words per row, and where their values go.
+template <typename T>
+struct Packed {
+  Weights<T> weights;
+  int row_words;
+  T* out;
+};
+
+// All parts' values as T, rounded once. A block takes one part's words, a thread one of them.
+template <typename T, int BITS, int GROUP, int BLOCK, int PARTS>
+__device__ __forceinline__ void unpack_parts(const Packed<T> (&parts)[PARTS]) {
+  Packed<T> one = parts[0];
+  long long words = (long long)one.weights.rows * one.row_words;
+  int block = blockIdx.x;
 #pragma unroll
   for (int p = 1; p < PARTS; ++p) {
-    const long long words = (long long)one.rows * row_words;
-    if (i < words) break;
-    i -= words, before += words, one = parts[p];
+    const int own = (int)((words + BLOCK - 1) / BLOCK);
+    if (block < own) break;
+    block -= own, one = parts[p], words = (long long)one.weights.rows * one.row_words;
   }
-  if (i < (long long)one.rows * row_words) unpack_word<T, BITS, GROUP>(one, i, out + before * (32 / BITS));
+  const long long i = (long long)block * BLOCK + threadIdx.x;
+  if (i < words) unpack_word<T, BITS, GROUP>(one.weights, i, one.out);
 }
 
 // h = residual + y; x = h over the root of its mean square, times the norm's weight. One block per row of K values.
@@ -83,7 +93,8 @@ __device__ __forceinline__ void gate_and_multiply(const T* gate, const T* up, in
   a.store(out + i);
 }
 
-// A projection's results: rows of `stride` values, a bias or null, a head norm's weight or null, and what becomes of it [B, heads, L, D].
+// A projection's results: rows of `stride` values, a bias or null, a head norm's weight or null, and what becomes of it: [B, heads, L, D], or
+// as it came, [B, L, heads, D].
 template <typename T>
 struct Heads {
   const T* x;
@@ -91,11 +102,11 @@ struct Heads {
   const T* bias;
   const T* norm;
   int heads;
-  bool turned;
+  bool turned, as_it_came;
   T* out;
 };
 
-// Bias, head norm and rotation, and heads before tokens. One warp per token and head; `offsets` are the positions of the rows' first tokens.
+// Bias, head norm and rotation. One warp per token and head; `offsets` are the positions of the rows' first tokens.
 template <int D, typename T>
 __device__ __forceinline__ void place_heads(const Heads<T> (&parts)[3], const int* offsets, int L, int rows, const float* inverse, float eps,
                                             bool traditional) {
@@ -130,7 +141,7 @@ __device__ __forceinline__ void place_heads(const Heads<T> (&parts)[3], const in
     for (int o = 16; o; o >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, o);
     factor = rsqrtf(sum / (float)D + eps);
   }
-  T* out = part.out + (((size_t)(row / L) * part.heads + head) * L + row % L) * D;
+  T* out = part.out + (part.as_it_came ? (size_t)row * part.heads + head : ((size_t)(row / L) * part.heads + head) * L + row % L) * D;
 #pragma unroll
   for (int j = 0; j < PAIRS; ++j) {
     const int i = lane + 32 * j, a = traditional ? 2 * i : i, b = traditional ? 2 * i + 1 : i + D / 2;

@@ -1,12 +1,14 @@
 """Chunks of prompts of the models that `decode` knows, with fewer and larger operations than their modules have.
 
-    place_heads          biases, head norms, rotation, heads before tokens        per layer
+    unpack_parts         all of a layer's weights
+    product              4: q with k and v, the output's, gate with up, down
+    place_heads          biases, head norms, rotation, heads before tokens
     (state, attention)   as the model's own modules have them
-    add_and_norm         residual and the norm that follows                       2 per layer
-    gate_and_multiply    activation                                               per layer
-    product              matrix products with all of q, k, v, or of gate and up, unpacked side by side; 4 per layer
+    add_and_norm         2: residual and the norm that follows
+    gate_and_multiply    activation
 
-A module tree has about 50 operations per layer, 28 of them kernels, and a chunk of a small model takes the host longer than the GPU.
+The modules of a layer make about 28 kernels of 50 operations, 7 of them unpack a matrix each, and a chunk of a small model takes the host
+longer than the GPU. Here a layer has 9, with the state's and attention's 12 to 14.
 
 Contract
     rows     any number of them; bf16 or f32 as the model's weights
@@ -16,6 +18,7 @@ Contract
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -32,45 +35,74 @@ from gnomon.kernels.dispatch import thread
 
 NORM_BLOCK, HEADS_BLOCK = 256, 128
 AHEAD = 4
-"""Layers after which the GPU may start while the host goes on."""
+"""Layers from one start of the GPU to the next, the first one apart: it computes while the host goes on."""
+
+
+Group = tuple[Weights, ...]
+"""Weights that take the same x and lie one behind the other when unpacked."""
 
 
 @cache
-def _unpack(kind: tuple[int, int, bool], parts: int, dtype: mx.Dtype) -> Kernel:
+def _unpack(kind: tuple[int, int, bool], groups: tuple[int, ...], dtype: mx.Dtype) -> Kernel:
     t, (bits, group, _) = SCALED[dtype], kind
-    listed = ", ".join(weight_part(i, kind, t) for i in range(parts))
+    listed: list[str] = []
+    for number, count in enumerate(groups):
+        first, out = len(listed), f"out{number}"
+        for i in range(first, first + count):
+            listed.append(f"{{{weight_part(i, kind, t)}, w{i}_shape[1], {out}}}")
+            out += f" + (size_t)w{i}_shape[0] * w{i}_shape[1] * {32 // bits}"
     body = f"""
-  const gnomon::Weights<{t}> parts[] = {{{listed}}};
-  gnomon::unpack_parts<{t}, {bits}, {group}, {parts}>(parts, w0_shape[1], out);
+  const gnomon::Packed<{t}> parts[] = {{
+      {f",{chr(10)}      ".join(listed)}}};
+  gnomon::unpack_parts<{t}, {bits}, {group}, {BLOCK}>(parts);
 """
-    names = [name for i in range(parts) for name in weight_names(i, kind)]
-    return make("unpack_parts", "chunks.cuh", names, ["out"], body, block=BLOCK)
+    names = [name for i in range(len(listed)) for name in weight_names(i, kind)]
+    return make("unpack_parts", "chunks.cuh", names, [f"out{i}" for i in range(len(groups))], body, block=BLOCK)
 
 
-def unpack(*parts: Weights) -> mx.array:
-    """Quantised weights of one kind as [all outputs, K] of their type, rounded once."""
-    first = parts[0]
-    words = sum(part.weight.size for part in parts)
-    return _unpack((first.bits, first.group, False), len(parts), first.dtype)(
-        inputs=[array for part in parts for array in part.arrays()[:3]],
-        output_shapes=[(sum(part.outputs for part in parts), first.inputs)],
-        output_dtypes=[first.dtype],
-        grid=(-(-words // BLOCK) * BLOCK, 1, 1),
-        threadgroup=(BLOCK, 1, 1),
-    )[0]
+class Unpacking:
+    """Groups of quantised weights of one kind, and the one launch that unpacks them all."""
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        first, parts = groups[0][0], [part for group in groups for part in group]
+        blocks = sum(-(-part.weight.size // BLOCK) for part in parts)
+        self._kernel = _unpack((first.bits, first.group, False), tuple(map(len, groups)), first.dtype)
+        self._how: dict[str, Any] = {
+            "inputs": [array for part in parts for array in part.arrays()[:3]],
+            "output_shapes": [(sum(part.outputs for part in group), group[0].inputs) for group in groups],
+            "output_dtypes": [first.dtype] * len(groups),
+            "grid": (blocks * BLOCK, 1, 1),
+            "threadgroup": (BLOCK, 1, 1),
+        }
+
+    def __call__(self) -> list[mx.array]:
+        """Every group as [all outputs, K] of its type, rounded once."""
+        return self._kernel(**self._how)
 
 
-def products(x: mx.array, *parts: Weights) -> list[mx.array]:
-    """x [M, K] @ part.T without biases: one array [M, all outputs] for quantised parts, one for each of dense ones."""
-    if parts[0].bits == DENSE:
-        return [mx.matmul(x, part.weight.T) for part in parts]
-    return [mx.matmul(x, unpack(*parts).T)]
+class Matrices:
+    """Groups of weights as matrices that `mx.matmul` takes: the dense ones' own, the others' unpacked, those of a kind together."""
+
+    def __init__(self, *groups: Group) -> None:
+        self._dense = [[part.weight for part in group] for group in groups]
+        kinds: dict[tuple[int, int], list[int]] = {}
+        for i, group in enumerate(groups):
+            if group[0].bits != DENSE:
+                kinds.setdefault((group[0].bits, group[0].group), []).append(i)
+        self._launches = [(places, Unpacking([groups[i] for i in places])) for places in kinds.values()]
+
+    def __call__(self) -> list[list[mx.array]]:
+        """By group, one matrix [all outputs, K], or one [outputs, K] for each of its dense weights."""
+        found = list(self._dense)
+        for places, unpacking in self._launches:
+            for i, matrix in zip(places, unpacking(), strict=True):
+                found[i] = [matrix]
+        return found
 
 
-def product(x: mx.array, weights: Weights) -> mx.array:
-    """x [M, K] @ weights.T (+ bias)."""
-    matrix = weights.weight if weights.bits == DENSE else unpack(weights)
-    return mx.matmul(x, matrix.T) if weights.bias is None else mx.addmm(weights.bias, x, matrix.T)
+def product(x: mx.array, matrix: mx.array, bias: mx.array | None) -> mx.array:
+    """x [M, K] @ matrix.T (+ bias)."""
+    return mx.matmul(x, matrix.T) if bias is None else mx.addmm(bias, x, matrix.T)
 
 
 @cache
@@ -128,7 +160,9 @@ def _place_heads(form: attention.Form, dtype: mx.Dtype, together: bool, biased: 
     for i, name in enumerate("qkv"):
         x, stride = (f"q + {begins[i]}", "q_shape[1]") if together else (name, f"{name}_shape[1]")
         bias, turned = f"c{i}" if biased[i] else "nullptr", "false" if name == "v" else "true"
-        parts.append(f"{{{x}, {stride}, {bias}, {norms[i]}, {heads[i]}, {turned}, out_{name}}}")
+        parts.append(
+            f"{{{x}, {stride}, {bias}, {norms[i]}, {heads[i]}, {turned}, {'true' if name == 'q' else 'false'}, out_{name}}}"
+        )
     body = f"""
   const gnomon::Heads<{t}> parts[] = {{{", ".join(parts)}}};
   gnomon::place_heads<{d}, {t}>(parts, offsets, q_shape[0] / offsets_shape[0], q_shape[0], inverse, {form.eps!r}f,
@@ -154,35 +188,54 @@ def place_heads(
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Queries, keys and values [B, heads, L, D] of projections [B * L, ..], one array of all or three.
 
+    Queries lie in memory as [B, L, heads, D]: stock attention gives its result their layout, which is the next product's then.
     `offsets` int32 [B] are the positions of the rows' first tokens, `inverse` float32 [D / 2] the rotation's frequencies.
     """
     tokens, batch = parts[0].shape[0], offsets.shape[0]
-    shapes = [(batch, heads, tokens // batch, form.size) for heads in (form.q_heads, form.kv_heads, form.kv_heads)]
+    length = tokens // batch
+    stored = (batch, form.kv_heads, length, form.size)
     warps = tokens * (form.q_heads + 2 * form.kv_heads)
     kernel = _place_heads(form, parts[0].dtype, len(parts) == 1, tuple(bias is not None for bias in biases))
     q, k, v = kernel(
         inputs=[*parts, *(bias for bias in biases if bias is not None), *(norms or ()), offsets, inverse],
-        output_shapes=shapes,
+        output_shapes=[(batch, length, form.q_heads, form.size), stored, stored],
         output_dtypes=[parts[0].dtype] * 3,
         grid=(-(-warps * 32 // HEADS_BLOCK) * HEADS_BLOCK, 1, 1),
         threadgroup=(HEADS_BLOCK, 1, 1),
     )
-    return q, k, v
+    return q.transpose(0, 2, 1, 3), k, v
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A layer, and its weights by the products that take them."""
+
+    layer: Layer
+    mlp: MLP
+    matrices: Matrices
+
+    @staticmethod
+    def of(layer: Layer) -> Block | None:
+        """None for a layer that this can't run."""
+        mlp = layer.mlp
+        if not isinstance(mlp, MLP) or mlp.gate.bias is not None or mlp.up.bias is not None:
+            return None
+        return Block(layer, mlp, Matrices((layer.q, layer.k, layer.v), (layer.o,), (mlp.gate, mlp.up), (mlp.down,)))
 
 
 class Chunks:
     """The forward of a prompt's chunk by the layers of a decoder."""
 
-    def __init__(self, decoder: Decoder, layers: Sequence[tuple[Layer, MLP]]) -> None:
+    def __init__(self, decoder: Decoder, blocks: Sequence[Block]) -> None:
         self._decoder = decoder
-        self._layers = layers
+        self._blocks = blocks
 
     def takes(self, h: mx.array, caches: Sequence[Any]) -> bool:
         """Whether tokens [B, L] or their embeddings [B, L, K] over these layer states are a chunk for this."""
         return (
             h.shape[1] >= FEWEST
             and h.shape[0] * h.shape[1] > most_rows()
-            and len(caches) == len(self._layers)
+            and len(caches) == len(self._blocks)
             and self._decoder.is_current()
         )
 
@@ -190,24 +243,28 @@ class Chunks:
         """The last norm's result [B, L, K] for embeddings h; layer states keep the keys and values."""
         batch, length, width = h.shape
         decoder = self._decoder
+        eps = decoder.eps
         mask: Any = base.create_attention_mask(h, caches[0])
         offset = caches[0].offset
         offsets = offset.astype(mx.int32) if isinstance(offset, mx.array) else mx.full(batch, offset, dtype=mx.int32)
-        after = [*(layer.attention_norm for layer, _ in self._layers[1:]), decoder.norm]
+        after = [*(block.layer.attention_norm for block in self._blocks[1:]), decoder.norm]
         h = h.reshape(batch * length, width)
-        x = mx.fast.rms_norm(h, self._layers[0][0].attention_norm, decoder.eps)
-        for i, ((layer, mlp), state, norm) in enumerate(zip(self._layers, caches, after, strict=True)):
-            form = layer.form
-            parts = products(x, layer.q, layer.k, layer.v)
+        x = mx.fast.rms_norm(h, self._blocks[0].layer.attention_norm, eps)
+        for i, (block, state, norm) in enumerate(zip(self._blocks, caches, after, strict=True)):
+            layer, mlp, form = block.layer, block.mlp, block.layer.form
+            qkv, (o,), gate_up, (down,) = block.matrices()
             biases = layer.q.bias, layer.k.bias, layer.v.bias
+            parts = [product(x, matrix, None) for matrix in qkv]
             q, k, v = place_heads(form, parts, biases, layer.head_norms, offsets, layer.inverse)
             keys, values = state.update_and_fetch(k, v)
             y = base.scaled_dot_product_attention(q, keys, values, cache=state, scale=form.scale, mask=mask)
             y = y.transpose(0, 2, 1, 3).reshape(batch * length, -1)
-            h, x = add_and_norm(product(y, layer.o), h, layer.mlp_norm, decoder.eps)
-            y = gate_and_multiply(products(x, mlp.gate, mlp.up))
-            h, x = add_and_norm(product(y, mlp.down), h, norm, decoder.eps)
-            if i % AHEAD == AHEAD - 1:
+            h, x = add_and_norm(product(y, o, layer.o.bias), h, layer.mlp_norm, eps)
+            y = gate_and_multiply([product(x, matrix, None) for matrix in gate_up])
+            h, x = add_and_norm(product(y, down, mlp.down.bias), h, norm, eps)
+            if i % AHEAD == 0 and i + 1 < len(
+                self._blocks
+            ):  # of the last layer a state needs no more than keys and values
                 mx.async_eval(x)
         return x.reshape(batch, length, width)
 
@@ -234,8 +291,8 @@ def swap(model: nn.Module) -> dict[str, int]:
     inner: Any = getattr(model, "model", None)
     if decoder is None or type(inner) in _classes.values():
         return {}
-    layers = [(layer, layer.mlp) for layer in decoder.layers if isinstance(layer.mlp, MLP)]
-    if len(layers) < len(decoder.layers) or any(mlp.gate.bias is not None for _, mlp in layers):
+    blocks = [block for block in map(Block.of, decoder.layers) if block is not None]
+    if len(blocks) < len(decoder.layers):
         return {}
     own = type(inner)
     native = _classes.get(own)
@@ -243,5 +300,5 @@ def swap(model: nn.Module) -> dict[str, int]:
         native = type(f"Cuda{own.__name__}", (own,), {"__call__": _forward(own.__call__), "__module__": own.__module__})
         _classes[own] = native
     inner.__class__ = native
-    object.__setattr__(inner, "chunks", Chunks(decoder, layers))
+    object.__setattr__(inner, "chunks", Chunks(decoder, blocks))
     return {own.__name__: 1}
