@@ -115,6 +115,8 @@ def test_admission_counts_what_scores_take() -> None:
     job = Rig(loaded_of()).submit(Request("r", tokens_of(1000), max_tokens=24))
     assert (plain.left([job]) or 0) - (whole.left([job]) or 0) == 2048 * 1024 * 16 // 4
     assert whole.workspace.nbytes(2048, LONG + 1) == 1024 * (LONG + 1) * 16 <= LIMIT
+    copies = Budget(needs, 1 << 40, 0, workspace=Workspace(0, 512, 3, 2))
+    assert (plain.left([job]) or 0) - (copies.left([job]) or 0) == 1024 * (2 * 512 + 1024 * 3)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +137,7 @@ def test_vectors_of_long_texts_under_every_scheme(scheme: str) -> None:
     assert max(seen) == width
     assert len(seen) == math.ceil(700 / width) + 1
     for prompt, vector in zip((text, short), job.future.result(), strict=True):
-        state = Rig(loaded, kv=replace(kv, paged=False)).core.runner.new_state()
+        state, made = Rig(loaded, kv=replace(kv, paged=False)).core.runner.new_state(), mx.array(0)
         for start in range(0, len(prompt), width):
             window = prompt[start : start + width]
             with dispatch.step():

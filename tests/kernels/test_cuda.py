@@ -18,6 +18,8 @@ from gnomon.kernels.blocks import flat_test
 from gnomon.kernels.cuda import attention, decode, operations, products
 from gnomon.kernels.cuda.products import Normed, Weights
 from gnomon.state.batch_state import BatchState
+from gnomon.state.codecs.affine import Affine
+from gnomon.state.codecs.coding import Coding
 
 SMALL = {
     "num_hidden_layers": 2,
@@ -426,6 +428,45 @@ def test_a_windows_tokens_are_as_many_rows(
         assert error < 1.5 * usual < 0.2 * exact.std()
 
 
+@pytest.mark.parametrize("counts", [[1], [5], [3, 1, 2]], ids=str)
+@pytest.mark.parametrize("coding", [None, Coding((Affine(8),) * 2)], ids=["plain", "to be coded"])
+def test_a_short_prompt_is_a_window_too(
+    monkeypatch: pytest.MonkeyPatch, counts: list[int], coding: Coding | None
+) -> None:
+    """A fresh state has no buffers yet: they are made."""
+    model, width = llama_model(), max(counts)
+    wide = llama_model()
+    wide.set_dtype(mx.float32)
+    window = mx.array([[(11 + 5 * i + 3 * j) % 96 for j in range(width)] for i in range(len(counts))])
+    real = [(row, i) for row, count in enumerate(counts) for i in range(count)]
+
+    def fresh() -> BatchState:
+        states = [BatchState(model, make_prompt_cache(model), coding=coding) for _ in counts]
+        for other in states[1:]:
+            states[0].join(other)
+        states[0].begin(width, counts if len(counts) > 1 else None)
+        return states[0]
+
+    expected, exact = (np.array(of(window, cache=fresh().caches).astype(mx.float32)) for of in (model, wide))
+    stand_in(monkeypatch)
+    decode.swap(model)
+    state = fresh()
+    dispatch.choose(True)
+    try:
+        with dispatch.step():
+            logits = np.array(model(window, cache=state.caches).astype(mx.float32))
+    finally:
+        dispatch.choose(False)
+    state.commit()
+    state.check_integrity()
+    assert state.lengths == counts
+    assert "decode" not in dispatch.stock_calls
+    held = [array.shape for array in state.arrays() if array.ndim == 4]
+    assert held == [(4 if len(counts) > 1 else 1, 2, 256, 64)] * 4
+    error, usual = (np.sqrt(np.mean([(y[at] - exact[at]) ** 2 for at in real])) for y in (logits, expected))
+    assert error < 1.5 * usual < 0.2 * exact.std()
+
+
 def test_what_the_decode_step_leaves_to_the_model() -> None:
     model = llama_model()
     decoder = decode.Decoder.of(model)
@@ -433,7 +474,6 @@ def test_what_the_decode_step_leaves_to_the_model() -> None:
     empty = BatchState(model, make_prompt_cache(model))
     empty.begin(1)
     token = mx.zeros((1, 1), dtype=mx.int32)
-    assert decoder.step(token, empty.caches) is None  # no buffers yet
     assert decoder.step(mx.zeros((65, 1), dtype=mx.int32), empty.caches) is None
     assert decoder.step(token, [KVCache() for _ in model.layers]) is None
     assert decoder.is_current()

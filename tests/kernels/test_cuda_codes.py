@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
+from gnomon.config import resolve
 from gnomon.kernels import coded as views
 from gnomon.kernels import codes as contract
 from gnomon.kernels import dispatch, native
@@ -223,11 +224,11 @@ def test_rows_held_in_different_ways_are_the_models_own_forward() -> None:
 
 @pytest.mark.device
 @pytest.mark.parametrize("codec", [Affine(8), Affine(4), Turbo(8, 3)], ids=str)
-def test_a_windows_token_has_the_bits_of_a_step_over_codes(codec: Codec, tmp_path: Path) -> None:
+def test_a_windows_token_has_the_bits_of_a_step_over_codes(codec: Codec) -> None:
     views.install()
     model = llama_model()
     cases = [([7], [[2], [5], [17], [9]]), ([7, 131, 300], [[3, 3, 3], [4, 1, 2], [10, 10, 10]])]
-    native.prepare(model, "native", cache=tmp_path)
+    native.prepare(model, "native", cache=resolve().kernel.kernel_cache)
     try:
         with dispatch.step():
             states = [[prefilled(model, codec, lengths) for _ in range(2)] for lengths, _ in cases]

@@ -48,6 +48,7 @@ class FullLayer(KeptLayer[KVCache]):
         rows.pace(keys)
         if self._lone is not None:
             if not rows.is_wide and self._lone.keys is not None and is_large(self._lone.keys):
+                # mlx-lm's cache would grow in the step's graph, as all layers' do.
                 self.room()
             return cast(KeysValues, self._lone.update_and_fetch(keys, values))
         if rows.end > self._buffer.slots:
@@ -105,6 +106,21 @@ class FullLayer(KeptLayer[KVCache]):
             lone.keys, lone.values, self._is_shared = own.keys, own.values, False
             self.land()
         return cast("KeysValues", (lone.keys, lone.values))
+
+    def make_room(self, heads: int, dim: int, dtype: mx.Dtype) -> bool:
+        """Have buffers for the open window where there are none before the first append; whether some were made."""
+        like = mx.zeros((1, heads, 0, dim), dtype)
+        if self._lone is None:
+            if self._buffer.keys is not None:
+                return False
+            self._buffer.reserve(round_slots(self.rows.end), like, like)
+            return True
+        if self._lone.keys is not None:
+            return False
+        own = RowBuffer(1)
+        own.reserve(round_slots(self.rows.end), like, like)
+        self._lone.keys, self._lone.values = own.keys, own.values
+        return True
 
     @property
     def flat_type(self) -> mx.Dtype | None:

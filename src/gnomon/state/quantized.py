@@ -111,6 +111,13 @@ class QuantizedLayer(LayerState):
         pair = (self.codec.key_codes(dim, dtype), self.codec.value_codes(dim, dtype)) if part.is_coded else None
         return *buffers, pair
 
+    def make_room(self, heads: int, dim: int, dtype: mx.Dtype) -> bool:
+        """As `FullLayer.make_room`: a first window is plain."""
+        part, *others = self._parts
+        if others or part.is_coded or not isinstance(part.storage, FullLayer):
+            return False
+        return part.storage.make_room(heads, dim, dtype)
+
     def make_mask(self, width: int, return_array: bool = False, window_size: int | None = None) -> Mask:
         """The mask of the open forward: the storage's own; where parts of a sliding layer differ, None, since each masks itself."""
         if len(self._parts) == 1:

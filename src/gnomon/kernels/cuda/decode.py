@@ -173,7 +173,7 @@ class Decoder:
         self._was_current = self.is_current()
         if not self._was_current:
             return None
-        held = [_in_place(cache, layer.form.size, self.dtype) for cache, layer in zip(caches, self.layers, strict=True)]
+        held = [_in_place(cache, layer.form, self.dtype) for cache, layer in zip(caches, self.layers, strict=True)]
         found = [one for one in held if one is not None]
         if len(found) < len(held):
             return None
@@ -299,11 +299,22 @@ def _has_room(rows: Any) -> bool:
     return rows.num_rows <= MOST_ROWS and rows.end <= attention.MOST_POSITIONS
 
 
-def _in_place(cache: Any, size: int, dtype: mx.Dtype) -> tuple[mx.array, mx.array, coded_attention.Pair | None] | None:
-    """Keys and values of heads of `size` and `dtype` in buffers with room for a token per row, and the codes they are held in; None if
+def _in_place(
+    cache: Any, form: attention.Form, dtype: mx.Dtype
+) -> tuple[mx.array, mx.array, coded_attention.Pair | None] | None:
+    """Keys and values of these heads and `dtype` in buffers with room for the open window, and the codes they are held in; None if
     there are none that the kernels take."""
+    found = _found(cache, form, dtype)
+    if found is None and hasattr(cache, "make_room") and cache.make_room(form.kv_heads, form.size, dtype):
+        found = _found(cache, form, dtype)
+    return found
+
+
+def _found(
+    cache: Any, form: attention.Form, dtype: mx.Dtype
+) -> tuple[mx.array, mx.array, coded_attention.Pair | None] | None:
     if hasattr(cache, "codes_in_place"):
-        found: tuple[mx.array, mx.array, coded_attention.Pair | None] | None = cache.codes_in_place(size, dtype)
+        found: tuple[mx.array, mx.array, coded_attention.Pair | None] | None = cache.codes_in_place(form.size, dtype)
         if found is not None and found[2] is not None:
             return found if coded_attention.why_not(found[2]) is None else None
     else:
