@@ -262,9 +262,8 @@ class Chunks:
             h, x = add_and_norm(product(y, o, layer.o.bias), h, layer.mlp_norm, eps)
             y = gate_and_multiply([product(x, matrix, None) for matrix in gate_up])
             h, x = add_and_norm(product(y, down, mlp.down.bias), h, norm, eps)
-            if i % AHEAD == 0 and i + 1 < len(
-                self._blocks
-            ):  # of the last layer a state needs no more than keys and values
+            # Of the last layer a state needs no more than keys and values.
+            if i % AHEAD == 0 and i + 1 < len(self._blocks):
                 mx.async_eval(x)
         return x.reshape(batch, length, width)
 
