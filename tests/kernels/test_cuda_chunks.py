@@ -189,6 +189,32 @@ def test_other_states(placed: list[int], kind: str) -> None:
     assert [array.shape for array in ours] == [array.shape for array in kept]
 
 
+def test_no_more_is_unpacked_ahead_than_there_is_room_for(placed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("llama, 4 bits")
+    layer = 4 * (128 * (128 + 64 + 64 + 128) + 3 * 128 * 192)
+    monkeypatch.setattr(chunks, "AHEAD", 1)
+    monkeypatch.setattr(chunks, "MOST_UNPACKED", 3 * layer)
+    swap(model)
+    events: list[str] = []
+    sent, waited = mx.async_eval, mx.eval
+
+    def send(x: mx.array) -> None:
+        events.append("sent")
+        sent(x)
+
+    def wait(x: mx.array) -> None:
+        events.append("waited")
+        waited(x)
+
+    state = BatchState(model, make_prompt_cache(model))
+    state.begin(40)
+    monkeypatch.setattr(mx, "async_eval", send)
+    monkeypatch.setattr(mx, "eval", wait)
+    model.model.chunks(model.model.embed_tokens(TOKENS[:, :40]), state.caches)
+    assert events == ["sent"] * 4 + ["waited"]
+    assert placed == [40] * 5
+
+
 def test_what_stays_the_models_own_forward(placed: list[int]) -> None:
     model = make("llama, 4 bits")
     swap(model)
