@@ -273,7 +273,9 @@ def micro(results: Results) -> None:
 def decode(results: Results, name: str, rate: float, batches: list[int]) -> None:
     model = build(name)
     prompt = mx.random.randint(0, 128256, (1, PROMPT), key=mx.random.key(3))
-    native.start("stock", cache=Path("kernels"))
+    kernels = native.prepare(model, "native", cache=Path("kernels"))
+    if not kernels.layers:
+        raise SystemExit(f"{name}: no compiled decode: {dict(dispatch.stock_calls)}")
     if not results.has(name, "prefill"):
         rounds: list[tuple[float, float]] = []
         for _ in range(ROUNDS):
@@ -292,9 +294,6 @@ def decode(results: Results, name: str, rate: float, batches: list[int]) -> None
             rounds.append((pair[0], pair[1]))
         theirs, ours = (statistics.median(side) for side in zip(*rounds, strict=True))
         results.add(name, "prefill", stock=PROMPT / theirs, own=PROMPT / ours, ratio=theirs / ours)
-    kernels = native.prepare(model, "native", cache=Path("kernels"))
-    if not kernels.layers:
-        raise SystemExit(f"{name}: no compiled decode: {dict(dispatch.stock_calls)}")
     for rows in batches:
         if results.has(name, rows):
             continue

@@ -159,10 +159,10 @@ def prepare(
     """`start`, then swap the layers of a model that the calling thread will step."""
     kernels = start(policy, cache=cache, threads=threads, graph=graph, progress=progress)
     if kernels.isa == CUDA:
-        from gnomon.kernels.cuda import decode, mixtures, recurrent
+        from gnomon.kernels.cuda import chunks, decode, mixtures, recurrent
 
         steps = decode.swap(model, _graphs if kernels.graph is None else None)
-        found = {**mixtures.swap(model), **recurrent.swap(model), **steps}
+        found = {**mixtures.swap(model), **recurrent.swap(model), **steps, **chunks.swap(model)}
         why = (
             None
             if hasattr(model, "decoder")

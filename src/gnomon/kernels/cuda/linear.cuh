@@ -645,12 +645,10 @@ __device__ __forceinline__ void add(const Weights<T>& one, const T* x, int M, in
       });
 }
 
-// Weights [N, K] of T from codes, rounded once: for products of many rows. One thread per 32 bits of codes.
+// The values of word i of all codes of weights [N, K], as T, rounded once.
 template <typename T, int BITS, int GROUP>
-__device__ __forceinline__ void unpack(const Weights<T>& part, long long words, T* out) {
+__device__ __forceinline__ void unpack_word(const Weights<T>& part, long long i, T* out) {
   constexpr int CODES = 32 / BITS;
-  const long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= words) return;
   const unsigned word = reinterpret_cast<const unsigned*>(part.w)[i];
   const long long group = i * CODES / GROUP;
   const float scale = Type<T>::wide(part.s[group]), bias = Type<T>::wide(part.b[group]);
@@ -666,6 +664,13 @@ __device__ __forceinline__ void unpack(const Weights<T>& part, long long words, 
   } else {
     reinterpret_cast<uint2*>(out)[i] = *reinterpret_cast<const uint2*>(values);
   }
+}
+
+// Weights [N, K] of T from codes: for products of many rows. One thread per 32 bits of codes.
+template <typename T, int BITS, int GROUP>
+__device__ __forceinline__ void unpack(const Weights<T>& part, long long words, T* out) {
+  const long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < words) unpack_word<T, BITS, GROUP>(part, i, out);
 }
 
 // Rows of an embedding table, as `add` leaves them. One block per token, one thread per 16 values.

@@ -199,12 +199,14 @@ class Cut:
         return Cut(32, 2, 2, False, 1)
 
 
-def _names(i: int, kind: tuple[int, int, bool]) -> list[str]:
+def weight_names(i: int, kind: tuple[int, int, bool]) -> list[str]:
+    """Names of a kernel's parameters for its weights number i, as `Weights.arrays` come."""
     bits, _, biased = kind
     return [f"w{i}", *([] if bits == DENSE else [f"s{i}", f"b{i}"]), *([f"c{i}"] if biased else [])]
 
 
-def _part(i: int, kind: tuple[int, int, bool], dtype: str) -> str:
+def weight_part(i: int, kind: tuple[int, int, bool], dtype: str) -> str:
+    """Those parameters as a `gnomon::Weights`."""
     bits, _, biased = kind
     scales = "nullptr, nullptr" if bits == DENSE else f"s{i}, b{i}"
     return f"gnomon::Weights<{dtype}>{{w{i}, {scales}, {f'c{i}' if biased else 'nullptr'}, w{i}_shape[0]}}"
@@ -246,10 +248,14 @@ def _plain(
     t, (bits, group, _) = SCALED[dtype], kinds[0]
     squares = "nullptr, 0, 0.0f" if eps is None else f"squares, squares_shape[1], {eps!r}f"
     body = f"""
-  const gnomon::Weights<{t}> parts[] = {{{", ".join(_part(i, kind, t) for i, kind in enumerate(kinds))}}};
+  const gnomon::Weights<{t}> parts[] = {{{", ".join(weight_part(i, kind, t) for i, kind in enumerate(kinds))}}};
   gnomon::plain<{t}, {bits}, {group}, Cut, {len(kinds)}>(parts, x, x_shape[0], x_shape[1], {squares}, out);
 """
-    names = ["x", *([] if eps is None else ["squares"]), *(n for i, kind in enumerate(kinds) for n in _names(i, kind))]
+    names = [
+        "x",
+        *([] if eps is None else ["squares"]),
+        *(n for i, kind in enumerate(kinds) for n in weight_names(i, kind)),
+    ]
     return _make("plain", names, ["out"], body, kinds[0], dtype, cut, width)
 
 
@@ -275,9 +281,18 @@ def _gated(kind: tuple[int, int, bool], dtype: mx.Dtype, cut: Cut, width: int, e
     t, (bits, group, _) = SCALED[dtype], kind
     body = f"""
   gnomon::gated<{t}, {bits}, {group}, Cut>(
-      {_part(0, kind, t)}, {_part(1, kind, t)}, x, x_shape[0], x_shape[1], squares, squares_shape[1], {eps!r}f, out);
+      {weight_part(0, kind, t)}, {weight_part(1, kind, t)}, x, x_shape[0], x_shape[1], squares, squares_shape[1], {eps!r}f, out);
 """
-    return _make("gated", ["x", "squares", *_names(0, kind), *_names(1, kind)], ["out"], body, kind, dtype, cut, width)
+    return _make(
+        "gated",
+        ["x", "squares", *weight_names(0, kind), *weight_names(1, kind)],
+        ["out"],
+        body,
+        kind,
+        dtype,
+        cut,
+        width,
+    )
 
 
 def gated(x: Normed, gate: Weights, up: Weights) -> mx.array:
@@ -297,9 +312,9 @@ def _add(kind: tuple[int, int, bool], dtype: mx.Dtype, cut: Cut, width: int) -> 
     t, (bits, group, _) = SCALED[dtype], kind
     body = f"""
   gnomon::add<{t}, {bits}, {group}, Cut>(
-      {_part(0, kind, t)}, x, x_shape[0], x_shape[1], residual, norm, h, hw, squares);
+      {weight_part(0, kind, t)}, x, x_shape[0], x_shape[1], residual, norm, h, hw, squares);
 """
-    names = ["x", "residual", "norm", *_names(0, kind)]
+    names = ["x", "residual", "norm", *weight_names(0, kind)]
     return _make("add", names, ["h", "hw", "squares"], body, kind, dtype, cut, width)
 
 
@@ -321,10 +336,15 @@ def add(x: mx.array, weights: Weights, residual: mx.array, norm: mx.array, eps: 
 def _embed(kind: tuple[int, int, bool], dtype: mx.Dtype, inputs: int) -> Kernel:
     t, (bits, group, _) = SCALED[dtype], kind
     body = f"""
-  gnomon::embed<{t}, {bits}, {group}>(tokens, {_part(0, kind, t)}, norm_shape[0], norm, h, hw, squares);
+  gnomon::embed<{t}, {bits}, {group}>(tokens, {weight_part(0, kind, t)}, norm_shape[0], norm, h, hw, squares);
 """
     return make(
-        "embed", "linear.cuh", ["tokens", "norm", *_names(0, kind)], ["h", "hw", "squares"], body, block=inputs // 16
+        "embed",
+        "linear.cuh",
+        ["tokens", "norm", *weight_names(0, kind)],
+        ["h", "hw", "squares"],
+        body,
+        block=inputs // 16,
     )
 
 
@@ -345,9 +365,9 @@ def embed(tokens: mx.array, table: Weights, norm: mx.array, eps: float) -> tuple
 def _unpack(kind: tuple[int, int, bool], dtype: mx.Dtype) -> Kernel:
     t, (bits, group, _) = SCALED[dtype], kind
     body = f"""
-  gnomon::unpack<{t}, {bits}, {group}>({_part(0, kind, t)}, (long long)w0_shape[0] * w0_shape[1], out);
+  gnomon::unpack<{t}, {bits}, {group}>({weight_part(0, kind, t)}, (long long)w0_shape[0] * w0_shape[1], out);
 """
-    return make("unpack", "linear.cuh", _names(0, kind), ["out"], body, block=BLOCK)
+    return make("unpack", "linear.cuh", weight_names(0, kind), ["out"], body, block=BLOCK)
 
 
 def unpack(weights: Weights) -> mx.array:
