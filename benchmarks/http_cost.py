@@ -342,6 +342,7 @@ def profile(rows: int, ways: dict[str, Any], rounds: int, tokens: int) -> None:
             one = measured(partial(asked, rows), watch, rows, tokens, child)
             if turn:
                 found[name].append(one)
+            print(f"{rows} rows, round {turn}, {name}: {one}", file=sys.stderr, flush=True)
         if turn == rounds:
             break
     print(f"\n{rows} rows, {tokens} tokens, medians of {rounds} rounds, ms per step (server: us per token)\n")

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from engine_fixtures import CONTEXT, EOS_ID, VOCAB_SIZE, Rig, tiny_engine, tiny_loaded, tiny_tokenizer
+from gnomon import bell
 from gnomon.config import EngineConfig
 from gnomon.engine.admission import retry_after
 from gnomon.engine.api import (
@@ -469,3 +470,28 @@ def test_other_threads_of_the_process_give_the_interpreter_back_soon() -> None:
             assert sys.getswitchinterval() <= 0.0005
     finally:
         sys.setswitchinterval(before)
+
+
+def test_whoever_waits_for_rows_is_woken_once_a_step() -> None:
+    """And for the last event of all: none is left that nobody was told of."""
+    told: list[str] = []
+    ended = threading.Event()
+
+    def wake() -> None:
+        told.append("wake")
+        if "Finished" in told:
+            ended.set()
+
+    def sink(event: Event) -> None:
+        told.append(type(event).__name__)
+        bell.wake(wake)
+
+    with tiny_engine() as engine:
+        engine.submit(request("r", tokens=16, n=4), sink)
+        assert ended.wait(120)
+    assert told[-1] == "wake"
+    steps = "".join("d" if one == "Delta" else "w" if one == "wake" else "" for one in told)
+    assert steps.count("d") > 40
+    # Before the first step: the prompt's progress and the first tokens; at the end the closing of rows.
+    assert steps.count("w") <= 16 + 6
+    assert "dddd" in steps

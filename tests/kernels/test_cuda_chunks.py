@@ -13,12 +13,13 @@ import pytest
 from mlx_lm.models import llama, qwen2, qwen3
 from mlx_lm.models.cache import make_prompt_cache
 
-from gnomon.kernels import dispatch
+from gnomon.kernels import coded, dispatch
 from gnomon.kernels.cuda import attention, chunks, decode
 from gnomon.kernels.cuda.products import Weights
 from gnomon.state.batch_state import BatchState
 from gnomon.state.codecs.affine import Affine
 from gnomon.state.codecs.coding import Coding
+from gnomon.state.paged.pool import PagePool
 
 SMALL: dict[str, Any] = {
     "num_hidden_layers": 5,
@@ -129,9 +130,9 @@ def near(found: np.ndarray, expected: np.ndarray, share: float) -> None:
 CUTS = list(itertools.pairwise((0, 40, 90, 130)))
 
 
-def in_chunks(model: Any) -> tuple[np.ndarray, list[np.ndarray]]:
+def in_chunks(model: Any, **held: Any) -> tuple[np.ndarray, list[np.ndarray]]:
     """What a row's three chunks hand to the head, and its keys and values, in float32."""
-    state = BatchState(model, make_prompt_cache(model))
+    state = BatchState(model, make_prompt_cache(model), **held)
     found = [chunk(model, state, TOKENS[:, a:b], native=True) for a, b in CUTS]
     return np.concatenate(found, axis=1), [np.array(array.astype(mx.float32)) for array in state.arrays()]
 
@@ -195,16 +196,44 @@ def test_rows_of_other_lengths(placed: list[int]) -> None:
     near(found[1], whole[0, 60:100], 1e-4)
 
 
-def test_keys_and_values_in_codes(placed: list[int]) -> None:
+@pytest.mark.parametrize("kind", ["codes", "pages", "codes in pages"])
+def test_other_states(placed: list[int], kind: str) -> None:
     model = make("llama, 4 bits")
-
-    def coded() -> BatchState:
-        return BatchState(model, make_prompt_cache(model), coding=Coding((Affine(8),) * 5))
-
-    expected = chunk(model, coded(), TOKENS, native=False)
+    coded.install()
+    coding = Coding((Affine(8),) * 5) if "codes" in kind else None
+    expected, kept = in_chunks(model, coding=coding, pages=PagePool(5) if "pages" in kind else None)
     swap(model)
-    near(chunk(model, coded(), TOKENS, native=True), expected, 1e-3)
-    assert placed == [130] * 5
+    found, ours = in_chunks(model, coding=coding, pages=PagePool(5) if "pages" in kind else None)
+    assert len(placed) == 15
+    # A key whose code is the next one moves scores by 1 part in 255 of its group's range.
+    near(found, expected, 2e-2 if coding else 1e-4)
+    assert [array.shape for array in ours] == [array.shape for array in kept]
+
+
+def test_no_more_is_unpacked_ahead_than_there_is_room_for(placed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("llama, 4 bits")
+    layer = 4 * (128 * (128 + 64 + 64 + 128) + 3 * 128 * 192)
+    monkeypatch.setattr(chunks, "AHEAD", 1)
+    monkeypatch.setattr(chunks, "MOST_UNPACKED", 3 * layer)
+    swap(model)
+    events: list[str] = []
+    sent, waited = mx.async_eval, mx.eval
+
+    def send(x: mx.array) -> None:
+        events.append("sent")
+        sent(x)
+
+    def wait(x: mx.array) -> None:
+        events.append("waited")
+        waited(x)
+
+    state = BatchState(model, make_prompt_cache(model))
+    state.begin(40)
+    monkeypatch.setattr(mx, "async_eval", send)
+    monkeypatch.setattr(mx, "eval", wait)
+    model.model.chunks(model.model.embed_tokens(TOKENS[:, :40]), state.caches)
+    assert events == ["sent"] * 4 + ["waited"]
+    assert placed == [40] * 5
 
 
 def test_what_stays_the_models_own_forward(placed: list[int]) -> None:

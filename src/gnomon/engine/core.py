@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
+from gnomon import bell
 from gnomon.engine.aside import Aside
 from gnomon.engine.batch import Batch
 from gnomon.engine.budget import ceiling
@@ -279,6 +280,7 @@ class Core:
         except Exception as error:  # noqa: BLE001  (whichever row is to blame is found by stepping each alone)
             self.end_ranks(error)
             self.rebuild(error)
+        bell.ring()
         seconds = time.perf_counter() - begun
         counters.decode.add(counters.generated_tokens - tokens, seconds)
         self.grown()

@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
+from gnomon import bell
 from gnomon.chat.constraint import Constraint
 from gnomon.chat.tokenizer import Tokenizer
 from gnomon.config import EngineConfig
@@ -402,7 +403,7 @@ class Engine(Generating):
 
     def _run(self) -> None:
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
-        with allocator_limits(self.config.memory_budget):
+        with allocator_limits(self.config.memory_budget), bell.gathering():
             self._live()
         if self.host.ranks is not None:
             self.host.ranks.close(str(self._error) if self._error is not None else None)
@@ -430,7 +431,9 @@ class Engine(Generating):
             try:
                 self._heart.beat("idle")
                 is_busy = core.has_work and not core.is_waiting
+                bell.ring()
                 core.read_mail(0.0 if is_busy else IDLE_BEAT)
+                bell.ring()
                 if core.has_work and not core.is_waiting and not core.stopping:
                     core.turn()
                 else:
@@ -474,6 +477,7 @@ class Engine(Generating):
         """Fail what is open, commands still in the mailbox included: none comes after, since submits look at the flags first."""
         core.read_mail()
         core.fail_all(error, code)
+        bell.ring()
 
     def _closed(self, job: Job) -> None:
         with self._idle:

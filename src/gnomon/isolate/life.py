@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Final
 
+from gnomon import bell
 from gnomon.engine.api import Event, Request, Sink
 from gnomon.isolate.messages import Writer
 
@@ -100,8 +101,9 @@ def how_it_ended(code: int) -> str:
 
 def tell(heard: Sequence[tuple[Ticket, Event]]) -> None:
     """Give events to those who wait for them. What a listener raises is its own and is logged."""
-    for ticket, event in heard:
-        try:
-            ticket.sink(event)
-        except Exception as error:
-            log.warning("request %s: its listener failed: %s", ticket.request.id, error, exc_info=error)
+    with bell.gathering():
+        for ticket, event in heard:
+            try:
+                ticket.sink(event)
+            except Exception as error:
+                log.warning("request %s: its listener failed: %s", ticket.request.id, error, exc_info=error)

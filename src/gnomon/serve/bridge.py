@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import ClassVar, Self
 
+from gnomon import bell
 from gnomon.engine.api import Delta, Engine, EngineError, Event, Failed, Finished, Progress, Replayed, Request
 from gnomon.serve.errors import APIError, from_engine
 from gnomon.trace import OFF, Tracer
@@ -46,6 +47,10 @@ class Relay:
         """Have the loop hand an event to a stream. From any thread."""
         self._waiting.append((stream, event))
         # Appended before looked: whoever lowers the flag after this sees the event.
+        if not self._woken:
+            bell.wake(self._wake)
+
+    def _wake(self) -> None:
         if self._woken:
             return
         self._woken = True
@@ -55,7 +60,7 @@ class Relay:
                 raise RuntimeError("the loop is gone")
             loop.call_soon_threadsafe(self._deliver)
         except RuntimeError:
-            logger.debug("event of %s after the loop closed", event.request_id)
+            logger.debug("%d events after the loop closed", len(self._waiting))
             self._waiting.clear()
             self._woken = False
 

@@ -12,11 +12,13 @@ from gnomon.serve.generation import Generation, Piece
 from gnomon.serve.outline import Change, Closed, Grown, Opened, Outline, Part
 from gnomon.serve.response_store import Conversation, ResponseStore, StoredResponse
 from gnomon.serve.routes.chat_completions import ChatJob
-from gnomon.serve.sse import event
+from gnomon.serve.sse import Frames, event
 from gnomon.serve.wire.responses import ResponseBody, response_usage
 from gnomon.serve.wire.responses_items import assistant
 
 PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
+UNNUMBERED = b'"sequence_number":-1'
+"""In an event that was encoded before its turn came; nothing of the model's stands before it."""
 Status = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
 
 
@@ -45,6 +47,8 @@ class ResponseRun:
         self._model = model
         self._store = store
         self._events = 0
+        self._growing: dict[int, Frames] = {}
+        """Of each part the events that have nothing new but text."""
         self._completed_at: int | None = None
         self._error: dict[str, Any] | None = None
         store.running[self.name] = self
@@ -171,7 +175,7 @@ class ResponseRun:
                 elif part.kind == "text":
                     yield self._tell("response.content_part.added", **where, content_index=0, part=_output(""))
             case Grown():
-                yield self._delta(part.kind, where, change.text)
+                yield self._grown(part, where, change.text)
             case Closed():
                 yield from self._done(part, where)
                 item = self._item(part)
@@ -179,12 +183,12 @@ class ResponseRun:
                     item["status"] = "incomplete"
                 yield self._tell("response.output_item.done", **whole, item=item)
 
-    def _delta(self, kind: str, where: dict[str, Any], text: str) -> bytes:
-        if kind == "reasoning":
-            return self._tell("response.reasoning_summary_text.delta", **where, summary_index=0, delta=text)
-        if kind == "text":
-            return self._tell("response.output_text.delta", **where, content_index=0, delta=text, logprobs=[])
-        return self._tell("response.function_call_arguments.delta", **where, delta=text)
+    def _grown(self, part: Part, where: dict[str, Any], text: str) -> bytes:
+        if part.index not in self._growing:
+            self._growing[part.index] = Frames(lambda text: _delta(part.kind, where, text), event)
+        told = self._growing[part.index].frame(text).replace(UNNUMBERED, b'"sequence_number":%d' % self._events, 1)
+        self._events += 1
+        return told
 
     def _done(self, part: Part, where: dict[str, Any]) -> Iterator[bytes]:
         text = part.text
@@ -197,6 +201,16 @@ class ResponseRun:
         else:
             _, name = self.job.spaces.get(part.name, (None, part.name))
             yield self._tell("response.function_call_arguments.done", **where, name=name, arguments=text)
+
+
+def _delta(kind: str, where: dict[str, Any], text: str) -> dict[str, Any]:
+    """An event of new text, without its number."""
+    about = {"sequence_number": -1, **where}
+    if kind == "reasoning":
+        return {"type": "response.reasoning_summary_text.delta", **about, "summary_index": 0, "delta": text}
+    if kind == "text":
+        return {"type": "response.output_text.delta", **about, "content_index": 0, "delta": text, "logprobs": []}
+    return {"type": "response.function_call_arguments.delta", **about, "delta": text}
 
 
 def _summary(text: str) -> dict[str, Any]:

@@ -37,23 +37,25 @@ def frame(value: Mapping[str, Any]) -> bytes:
     return f"data: {_encode(value)}\n\n".encode()
 
 
-class Frames:
-    """Frames that differ in one string only, of which the rest is encoded once."""
-
-    def __init__(self, value: Callable[[str], Mapping[str, Any]]) -> None:
-        """`value` puts a string, which must be a value in it, wherever it belongs."""
-        # A string that is nowhere else in it.
-        mark = uuid.uuid4().hex
-        self._parts = f"data: {_encode(value(mark))}\n\n".split(f'"{mark}"')
-
-    def frame(self, text: str) -> bytes:
-        """What `frame` makes of the value with `text`."""
-        return _quoted(text).join(self._parts).encode()
-
-
 def event(value: Mapping[str, Any]) -> bytes:
     """One event that is named by its own `type`."""
     return f"event: {value['type']}\n".encode() + frame(value)
+
+
+class Frames:
+    """Frames that differ in one string only, of which the rest is encoded once."""
+
+    def __init__(
+        self, value: Callable[[str], Mapping[str, Any]], encode: Callable[[Mapping[str, Any]], bytes] = frame
+    ) -> None:
+        """`value` puts a string, which must be a value in it, wherever it belongs; `encode` is `frame` or `event`."""
+        # A string that is nowhere else in it.
+        mark = uuid.uuid4().hex
+        self._parts = encode(value(mark)).decode().split(f'"{mark}"')
+
+    def frame(self, text: str) -> bytes:
+        """What `encode` makes of the value with `text`."""
+        return _quoted(text).join(self._parts).encode()
 
 
 async def guarded(frames: AsyncGenerator[bytes], name: str, last: Callable[[APIError], bytes]) -> AsyncGenerator[bytes]:

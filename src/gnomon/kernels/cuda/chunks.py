@@ -17,6 +17,7 @@ Contract
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -37,6 +38,8 @@ from gnomon.kernels.dispatch import thread
 NORM_BLOCK, HEADS_BLOCK = 256, 128
 AHEAD = 4
 """Layers from one start of the GPU to the next, the first one apart: it computes while the host goes on."""
+MOST_UNPACKED = 8 << 30
+"""Bytes of unpacked weights that may wait for the GPU: they are held until it has come to them."""
 
 
 Group = tuple[Weights, ...]
@@ -97,6 +100,9 @@ class Matrices:
             if group[0].bits != DENSE:
                 kinds.setdefault((group[0].bits, group[0].group), []).append(i)
         self._launches = [(places, Unpacking([groups[i] for i in places])) for places in kinds.values()]
+        packed = [part for group in groups for part in group if part.bits != DENSE]
+        self.nbytes = sum(part.outputs * part.inputs * part.dtype.size for part in packed)
+        """Of what is unpacked."""
 
     def __call__(self, rows: int) -> list[list[Matrix]]:
         """For so many rows of x. By group, one matrix [all outputs, K], or one for each of its weights."""
@@ -240,6 +246,8 @@ class Chunks:
     def __init__(self, decoder: Decoder, blocks: Sequence[Block]) -> None:
         self._decoder = decoder
         self._blocks = blocks
+        most = max(block.matrices.nbytes for block in blocks)
+        self._most_sent = max(2, MOST_UNPACKED // (AHEAD * most)) if most else len(blocks)
 
     def takes(self, h: mx.array, caches: Sequence[Any]) -> bool:
         """Whether tokens [B, L] or their embeddings [B, L, K] over these layer states are a chunk for this."""
@@ -261,6 +269,7 @@ class Chunks:
         after = [*(block.layer.attention_norm for block in self._blocks[1:]), decoder.norm]
         h = h.reshape(batch * length, width)
         x = mx.fast.rms_norm(h, self._blocks[0].layer.attention_norm, eps)
+        sent: deque[mx.array] = deque()
         for i, (block, state, norm) in enumerate(zip(self._blocks, caches, after, strict=True)):
             layer, mlp, form = block.layer, block.mlp, block.layer.form
             qkv, (o,), gate_up, (down,) = block.matrices(batch * length)
@@ -276,6 +285,9 @@ class Chunks:
             # Of the last layer a state needs no more than keys and values.
             if i % AHEAD == 0 and i + 1 < len(self._blocks):
                 mx.async_eval(x)
+                sent.append(x)
+                if len(sent) > self._most_sent:
+                    mx.eval(sent.popleft())
         return x.reshape(batch, length, width)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -20,7 +20,7 @@ from gnomon.serve.outline import Change, Closed, Grown, Opened, Outline, Part
 from gnomon.serve.routes.chat_completions import ChatJob, headers, plan, start
 from gnomon.serve.schema import json_body
 from gnomon.serve.services import Services, services_of
-from gnomon.serve.sse import EventSourceResponse, event, guarded
+from gnomon.serve.sse import EventSourceResponse, Frames, event, guarded
 from gnomon.serve.wire.anthropic import (
     Block,
     MessageBody,
@@ -130,6 +130,7 @@ def _block(part: Part, hidden: bool) -> Block:
 async def frames(generation: Generation, prepared: MessageJob, services: Services) -> AsyncGenerator[bytes]:
     """The answer as server-sent events."""
     outline = Outline()
+    growing: dict[int, Frames] = {}
     # What of the prompt was cached is known only at the end.
     usage: MessageUsage = {
         "input_tokens": _prompt_tokens(prepared),
@@ -144,8 +145,7 @@ async def frames(generation: Generation, prepared: MessageJob, services: Service
             yield PING
             continue
         changes = (change for piece in pieces for change in outline.feed(piece))
-        told = b"".join(event(one) for change in changes for one in _events(change, prepared.hidden))
-        if told:
+        if told := b"".join(_told(change, prepared.hidden, growing) for change in changes):
             yield told
     reason = stop_reason(outline.finish, outline.stop)
     sequence = outline.stop if reason == "stop_sequence" else None
@@ -159,23 +159,32 @@ async def frames(generation: Generation, prepared: MessageJob, services: Service
     yield event({"type": "message_stop"})
 
 
-def _events(change: Change, hidden: bool) -> Iterator[Mapping[str, Any]]:
+def _told(change: Change, hidden: bool, growing: dict[int, Frames]) -> bytes:
+    """The events of a change; `growing` are the parts' own, of which most have nothing new but text."""
     part = change.part
     match change:
+        case Grown():
+            if part.kind == "reasoning" and hidden:
+                return b""
+            if part.index not in growing:
+                growing[part.index] = Frames(lambda text: _grown(part, text), event)
+            return growing[part.index].frame(change.text)
         case Opened():
             empty = _block(replace(part, fragments=[]), hidden)
-            yield {"type": "content_block_start", "index": part.index, "content_block": empty}
-        case Grown():
-            if part.kind == "reasoning":
-                delta = {"type": "thinking_delta", "thinking": change.text}
-            elif part.kind == "text":
-                delta = {"type": "text_delta", "text": change.text}
-            else:
-                delta = {"type": "input_json_delta", "partial_json": change.text}
-            if part.kind != "reasoning" or not hidden:
-                yield {"type": "content_block_delta", "index": part.index, "delta": delta}
+            return event({"type": "content_block_start", "index": part.index, "content_block": empty})
         case Closed():
-            if part.kind == "reasoning":
-                delta = {"type": "signature_delta", "signature": sealed(part.text) if hidden else ""}
-                yield {"type": "content_block_delta", "index": part.index, "delta": delta}
-            yield {"type": "content_block_stop", "index": part.index}
+            stop = event({"type": "content_block_stop", "index": part.index})
+            if part.kind != "reasoning":
+                return stop
+            delta = {"type": "signature_delta", "signature": sealed(part.text) if hidden else ""}
+            return event({"type": "content_block_delta", "index": part.index, "delta": delta}) + stop
+
+
+def _grown(part: Part, text: str) -> Mapping[str, Any]:
+    if part.kind == "reasoning":
+        delta = {"type": "thinking_delta", "thinking": text}
+    elif part.kind == "text":
+        delta = {"type": "text_delta", "text": text}
+    else:
+        delta = {"type": "input_json_delta", "partial_json": text}
+    return {"type": "content_block_delta", "index": part.index, "delta": delta}
