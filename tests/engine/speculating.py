@@ -10,12 +10,28 @@ from gnomon.engine.heart import Heart
 from gnomon.engine.runner import Runner
 from gnomon.engine.speculation import Speculation
 from gnomon.models.load import LoadedModel
-from gnomon.propose import Curve
+from gnomon.propose import Curve, Pace
 
 FREE = Curve({1: 1.0}, {1: {2: 1.0, 17: 1.0}})
 """Windows cost what plain steps cost."""
 DEAR = Curve({1: 1.0}, {1: {2: 50.0, 17: 50.0}})
 """No window ever pays."""
+
+
+class Fixed(Pace):
+    """Costs are what the curve says, whatever steps take here."""
+
+    def rests(self, num_rows: int) -> bool:
+        return False
+
+    def may_try(self, num_rows: int) -> bool:
+        return False
+
+    def stepped(self, num_rows: int, seconds: float, settled: bool = True) -> None:
+        self._of(num_rows)
+
+    def windowed(self, num_rows: int, guesses: int, seconds: float, tokens: int, is_try: bool = False) -> None:
+        self._of(num_rows)
 
 
 def rig_of(
@@ -42,5 +58,7 @@ def rig_of(
     )
     assert opened is not None
     speculation = Speculation(config, vocab_size=loaded.vocab_size, draft=opened.draft, curve=curve)
+    if speculation.pace is not None and curve is not None:
+        speculation.pace = Fixed(curve)
     rigs.append(Rig(loaded, engine, speculation=speculation, kv=kv))
     return rigs[0]

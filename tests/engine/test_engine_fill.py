@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from proposers import Oracle
+from speculating import DEAR, Fixed
 
 from engine_fixtures import EOS_ID, VOCAB_SIZE, Rig, tiny_loaded, tiny_tokenizer
 from gnomon.chat.constraint import json_schema, regex
@@ -249,6 +250,23 @@ def test_settled_text_is_written_without_asking() -> None:
     off.submit(Request("r", PROMPT, prefer, 60, spans=spans()))
     off.finish()
     assert not text_of(off, "r").startswith(SCAFFOLD[:12])
+
+
+def test_settled_text_comes_singly_where_windows_do_not_pay() -> None:
+    texts: list[str] = []
+    for dear in (False, True):
+        rig = rig_of(STRICT)
+        if dear:
+            assert rig.core.speculation is not None
+            rig.core.speculation.pace = Fixed(DEAR)
+        rig.submit(Request("r", PROMPT, prefer_opener(), 60, spans=spans()))
+        rig.finish()
+        texts.append(text_of(rig, "r"))
+        assert (rig.counters.window_steps == 0) == dear
+        told = filled(rig, "r")
+        assert told.strict == sum(told.spans) == len(TOKENIZER.encode(SCAFFOLD)) - 2
+    assert texts[0] == texts[1]
+    assert texts[0].startswith(SCAFFOLD)
 
 
 def prefer_opener(**more: Any) -> SamplingParams:

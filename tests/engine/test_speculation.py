@@ -21,7 +21,6 @@ from gnomon.config import EngineConfig, KvScheme, SpeculationConfig
 from gnomon.engine.api import ChoiceFinished, Delta, Finished, Request, SamplingParams
 from gnomon.engine.drafting import DraftMismatch, check_draft, check_tokenizers
 from gnomon.models.load import LoadedModel
-from gnomon.propose import Chance
 
 KINDS = ("llama", "gemma3", "mamba2", "qwen3_5", "mamba")
 """Full, sliding (window 40), recurrent, recurrent beside full, and recurrent that takes no padding."""
@@ -343,7 +342,7 @@ def test_what_does_not_pay_is_not_done_and_what_pays_is() -> None:
         play(rig, "llama", [plan])
         assert (rig.counters.window_steps > 0) == windows
     assert rig.core.speculation is not None
-    assert rig.core.speculation.stats(0)["acceptance"], "guesses are judged all the same"
+    assert not rig.core.speculation.stats(0)["acceptance"], "where none could pay none is looked for"
 
 
 def test_rows_whose_guesses_do_not_pay_keep_the_pace_of_plain_steps() -> None:
@@ -364,23 +363,6 @@ def test_a_draft_model_that_does_not_pay_is_tried_ever_more_rarely() -> None:
     # At 0, 64, 192 tokens.
     assert rig.counters.window_steps == 3
     assert rig.counters.proposed_tokens == 3
-
-
-def test_windows_that_turn_out_dear_are_given_up_and_tried_again() -> None:
-    rig = rig_of(loaded("llama"), NGRAM, curve=FREE)
-    speculation = rig.core.speculation
-    assert speculation is not None
-    sure = [Chance(1.0, 1.0, 4)]
-    assert speculation.depth_of(sure) == 4
-    for _ in range(30):
-        speculation.observed(1, 1, 1.0)
-        speculation.observed(1, 5, 7.0)
-    assert speculation.depth_of(sure) == 0, "five tokens for the price of seven"
-    plain = 0
-    while not speculation.depth_of(sure):
-        speculation.observed(1, 1, 1.0)
-        plain += 1
-    assert 100 < plain < 1000
 
 
 # What comes at the end of a row

@@ -48,6 +48,18 @@ def test_what_was_measured_is_kept(tmp_path: Path, measured: list[int]) -> None:
     assert [path.name for path in cache.iterdir()] == [costs.FILE]
 
 
+def test_what_proved_wrong_is_corrected_in_the_file_and_nothing_else(tmp_path: Path, measured: list[int]) -> None:
+    loaded = runner().loaded
+    costs.correct(loaded, 1, {1: 0.1}, name="stock", cache=tmp_path)
+    assert not list(tmp_path.iterdir()), "nothing was kept"
+    costs.curve_of(runner(), name="stock", most_rows=2, cache=tmp_path)
+    costs.correct(loaded, 2, {1: 0.25, 9: 30.0}, name="stock", cache=tmp_path)
+    curve = costs.curve_of(runner(), name="stock", most_rows=2, cache=tmp_path)
+    assert measured == [1, 2]
+    assert (curve.step(1), curve.window(1, 9)) == (0.5, 10.0)
+    assert (curve.step(2), curve.window(2, 3), curve.window(2, 9)) == (0.25, 5.0, 30.0)
+
+
 def test_a_start_that_is_broken_off_keeps_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(_: Runner, rows: int, widths: tuple[int, ...]) -> Mapping[int, float]:
         if rows == 4:

@@ -62,8 +62,6 @@ def test_where_positions_cost_alike_the_likeliest_guesses_are_taken_whichever_ro
     # 2.6 / 5 is more than 3 % better than 2 / 4, 2.9 / 6 is less.
     assert best_depths([likely, vague], curve) == [1, 0]
     assert best_depths([vague, vague], curve) == [0, 0]
-    # 3 / 5 / 1.3 is less than 2 / 4.
-    assert best_depths([sure, vague], curve, premium=1.4) == [0, 0]
 
 
 def test_what_is_asserted_comes_in_the_windows_that_make_the_most_of_it() -> None:
@@ -95,47 +93,9 @@ def test_no_other_choice_of_depths_makes_more(chances: list[Chance], each: float
     best = max(map(rate, product(*(range(chance.most + 1) for chance in chances))))
     depths = best_depths(chances, curve)
     assert rate(depths) == pytest.approx(best)
-    if max(chance.first for chance in chances) <= curve.least_chance(num_rows):
+    if max(chance.first for chance in chances) <= Pace(curve).least_chance(num_rows):
         assert not any(depths)
         assert best_depth(chances, curve) == 0
-
-
-def test_a_load_on_all_steps_makes_windows_no_cheaper() -> None:
-    pace = Pace()
-    for _ in range(100):
-        pace.stepped(1.0, 3.0)
-    assert pace.plain == pytest.approx(3.0, rel=0.02)
-    assert pace.premium == 1.0
-    pace.windowed(2.0, 6.0)
-    assert pace.premium == pytest.approx(1.0, rel=0.02)
-    # A single disturbed window hardly counts, a row of dear ones does.
-    pace.windowed(2.0, 600.0)
-    assert pace.premium == pytest.approx(1.2, rel=0.02)
-    for _ in range(30):
-        pace.windowed(2.0, 12.0)
-    assert pace.premium == pytest.approx(2.0, rel=0.02)
-    for _ in range(2000):
-        pace.stepped(1.0, 3.0)
-    assert pace.premium == pytest.approx(1.0, rel=0.01)
-
-
-def test_a_load_that_windows_met_first_is_not_held_against_them() -> None:
-    pace = Pace()
-    for _ in range(30):
-        pace.windowed(2.0, 6.0)
-    assert pace.premium == pytest.approx(3.0, rel=0.02)
-    for _ in range(60):
-        pace.stepped(1.0, 3.0)
-    assert pace.premium == pytest.approx(1.0, rel=0.1)
-
-
-def test_an_assumed_curves_unit_is_learnt_from_plain_steps() -> None:
-    pace = Pace(None)
-    pace.windowed(20.0, 1e-3)
-    assert pace.premium == 1.0
-    pace.stepped(10.0, 0.02)
-    pace.windowed(20.0, 0.04)
-    assert (pace.plain, pace.premium) == (pytest.approx(0.002), pytest.approx(1.0))
 
 
 def test_between_measured_points_costs_are_interpolated() -> None:

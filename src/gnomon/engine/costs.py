@@ -17,6 +17,7 @@ from gnomon.engine.api import SamplingParams
 from gnomon.engine.runner import Runner
 from gnomon.engine.sampling import BatchSampler, RowSampling
 from gnomon.kernels import dispatch
+from gnomon.models.load import LoadedModel
 from gnomon.propose import Curve
 from gnomon.state.batch_state import BatchState
 
@@ -55,9 +56,7 @@ def curve_of(runner: Runner, *, name: str, most_rows: int, cache: Path | None, w
     `name` tells kernels apart. Sizes that the file lacks are measured and added.
     """
     loaded = runner.loaded
-    key = " | ".join(
-        (str(loaded.path), f"{loaded.weight_bytes} B", device(), f"mlx {version('mlx')}", name, f"context {CONTEXT}")
-    )
+    key = _key(loaded, name)
     store = _read(cache)
     known: dict[str, dict[str, float]] = dict(store.get(key, {}))
     sizes = batch_sizes(most_rows if loaded.binding.batchable else 1)
@@ -80,6 +79,23 @@ def curve_of(runner: Runner, *, name: str, most_rows: int, cache: Path | None, w
     plain = {rows: known[str(rows)]["1"] for rows in sizes}
     windows = {rows: {width: known[str(rows)][str(width)] for width in measured[rows]} for rows in sizes}
     return Curve(plain, windows)
+
+
+def correct(loaded: LoadedModel, num_rows: int, seconds: Mapping[int, float], *, name: str, cache: Path | None) -> None:
+    """Put costs that proved to be others, by width (1: a plain step), in the place of what is kept for the model."""
+    store, key = _read(cache), _key(loaded, name)
+    known = store.get(key, {})
+    if str(num_rows) in known:
+        log.info("costs of steps with %d rows were measured wrongly, on a busy machine perhaps: corrected", num_rows)
+        own = {**known[str(num_rows)], **{str(width): s for width, s in seconds.items()}}
+        _write(cache, {**store, key: {**known, str(num_rows): own}})
+
+
+def _key(loaded: LoadedModel, name: str) -> str:
+    """What costs hold for."""
+    return " | ".join(
+        (str(loaded.path), f"{loaded.weight_bytes} B", device(), f"mlx {version('mlx')}", name, f"context {CONTEXT}")
+    )
 
 
 def _with_tile(widths: Sequence[int], rows: int) -> Sequence[int]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
 
 from gnomon.chat.tokenizer import Tokenizer
 from gnomon.config import SpeculationConfig
-from gnomon.engine.costs import assumed_curve, curve_of
+from gnomon.engine.costs import assumed_curve, correct, curve_of
 from gnomon.engine.reuse import Reuse
 from gnomon.engine.row import Row
 from gnomon.engine.runner import Runner
@@ -77,11 +78,12 @@ def open_speculation(
         raise UnsupportedModel(
             f"a window of several tokens disturbs {loaded.model_type} models, so nothing can be guessed for them"
         )
-    curve, draft_curve = None, None
+    curve, draft_curve, keep = None, None, None
     if config.enabled and config.num_draft_tokens is None:
         runner = runner_of(loaded)
         rows = runner.config.batch
         curve = curve_of(runner, name=kernels, most_rows=rows, cache=measurements)
+        keep = partial(correct, loaded, name=kernels, cache=measurements)
         if draft is not None:
             draft_curve = curve_of(runner_of(draft), name=kernels, most_rows=rows, cache=measurements, widths=())
     elif not wanted and config.num_draft_tokens is None:
@@ -99,7 +101,7 @@ def open_speculation(
             memory=DraftMemory(runner, reuse),
             context=draft.context_length,
         )
-    return Speculation(config, vocab_size=loaded.vocab_size, draft=proposer, curve=curve, extra=extra)
+    return Speculation(config, vocab_size=loaded.vocab_size, draft=proposer, curve=curve, extra=extra, keep=keep)
 
 
 def _nothing(num_rows: int) -> float:  # noqa: ARG001  (costs don't matter where the depth is pinned)

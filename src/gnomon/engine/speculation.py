@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gnomon.chat.tokenizer import Tokenizer
@@ -25,6 +25,7 @@ from gnomon.propose import (
 )
 from gnomon.propose.guesses import NOTHING
 from gnomon.propose.ngram import NGram
+from gnomon.propose.pace import CHECK
 from gnomon.propose.policy import MOST_GUESSES
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ MAX_PROPOSALS = MOST_GUESSES
 """Most proposed tokens per row and step; states can take that many back."""
 MAX_DRAFTS = 8
 """Most tokens asked of a draft model at once, unless a number is set."""
+TRIED = 0.25
+"""Tokens that a guess must promise for a window that does not seem to pay to be tried with it."""
 MAX_FAILURES = 3
 """Failures in a row after which a batched proposer isn't asked any more."""
 
@@ -57,7 +60,9 @@ class Speculation:
         draft: BatchProposer | None = None,
         curve: Curve | None = None,
         extra: ProposerFactory | None = None,
+        keep: Callable[[int, Mapping[int, float]], None] | None = None,
     ) -> None:
+        """`keep` is told of seconds, by number of rows and width, that a measured curve has wrong."""
         self.config = config
         self.vocab_size = vocab_size
         self.draft = draft
@@ -67,7 +72,10 @@ class Speculation:
         self.rates = Rates()
         self.depths: dict[int, int] = {}
         """Steps by the greatest depth chosen, over rows that could guess."""
-        self.pace = Pace(None if curve is not None and curve.assumed else 1.0)
+        self.pace = None if curve is None or config.num_draft_tokens is not None else Pace(curve)
+        """What steps really take; None where the depth depends on nothing."""
+        self.keep = keep
+        self._tries = False
         self.failures = 0
         self.draft_failed: str | None = None
         """Why the draft model isn't asked any more."""
@@ -108,25 +116,42 @@ class Speculation:
     def wants_window(self, rows: Sequence[Row], flat: bool = False) -> bool:
         """Whether guessing pays, as far as tokens are read back: with a step in flight that is one token behind.
 
-        So rows whose guesses don't pay go on at the pace of plain steps. In a `flat` window each row has as many positions as it needs.
-        Fails rows whose proposer raises.
+        So rows whose guesses don't pay go on at the pace of plain steps, and where no guess could pay none is looked for. In a `flat`
+        window each row has as many positions as it needs. Fails rows whose proposer raises.
         """
-        guesses = [self._look(row) for row in rows]
-        depth = max(self._depths(rows, guesses, flat), default=0)
+        depth, self._tries = 0, False
+        if not self._is_out(len(rows)):
+            may_try = self.pace is not None and self.pace.may_try(len(rows))
+            depths, self._tries = self._choose(rows, [self._look(row) for row in rows], flat, may_try)
+            depth = max(depths)
         self.depths[depth] = self.depths.get(depth, 0) + 1
-        return depth > 0 or self._is_probe_due(rows, guesses)
+        return depth > 0 or (self.draft is not None and self._is_probe_due(rows))
+
+    def rests(self, num_rows: int) -> bool:
+        """Whether only plain steps are made for now, so that they are timed."""
+        return self.pace is not None and self.pace.rests(num_rows)
+
+    def _is_out(self, num_rows: int) -> bool:
+        """Whether there will be no window, whatever would be guessed."""
+        pace = self.pace
+        if pace is None:
+            return False
+        if pace.rests(num_rows):
+            pace.rested(num_rows)
+            return True
+        return self.draft is None and pace.least_chance(num_rows) >= 1 and not pace.may_try(num_rows)
 
     def drafts(self, rows: Sequence[Row], flat: bool = False) -> list[Sequence[int]]:
         """Each open row's guesses to verify, with everything read back. Fails rows whose proposer raises: they get none."""
         guesses = [self._look(row) for row in rows]
-        depths = self._depths(rows, guesses, flat)
+        depths, self._tries = self._choose(rows, guesses, flat, self._tries)
         pays = any(depths)
-        if not pays and self._is_probe_due(rows, guesses):
+        if not pays and self.draft is not None and self._is_probe_due(rows):
             depths = [1 for _ in rows]
         if not any(depths):
             return [() for _ in rows]
         asked = [b for b, (row, guess) in enumerate(zip(rows, guesses, strict=True)) if self._may_draft(row, guess)]
-        guesses = [guess.cut(depth) for guess, depth in zip(guesses, depths, strict=True)]
+        guesses = [guess.cut(depth) if depth else NOTHING for guess, depth in zip(guesses, depths, strict=True)]
         drafts = [guess.tokens for guess in guesses]
         if asked and self.draft is not None:
             found = self._ask([rows[b] for b in asked], max(depths))
@@ -143,6 +168,11 @@ class Speculation:
             if tokens and row.guesses is not None:
                 row.guesses.use(guess)
         return drafts
+
+    def asserted(self, rows: Sequence[Row]) -> Mapping[Row, int]:
+        """The next token of rows of which it is asserted, with everything read back."""
+        found = ((row, self._look(row)) for row in rows if row.guesses is not None and row.guesses.waits)
+        return {row: guess.tokens[0] for row, guess in found if guess.asserted and guess.tokens}
 
     def _look(self, row: Row) -> Guess:
         guesses, limit = row.guesses, min(MAX_PROPOSALS, row.left - 1)
@@ -176,55 +206,93 @@ class Speculation:
             return Chance(rate.first.value, rate.later.value, most)
         return Chance(0.0, 0.0, 0)
 
-    def _depths(self, rows: Sequence[Row], guesses: Sequence[Guess], flat: bool) -> list[int]:
-        """How many guesses of each row are worth a window."""
-        if self._none_pays(rows, guesses):
-            return [0] * len(rows)
-        chances = [self._chance(row, guess) for row, guess in zip(rows, guesses, strict=True)]
-        most = max((chance.most for chance in chances), default=0)
-        if self.config.num_draft_tokens is not None:
-            return [min(most, self.config.num_draft_tokens) for _ in rows]
-        if self.curve is None or not most:
-            return [most for _ in rows]
-        asks = [self._may_draft(row, guess) for row, guess in zip(rows, guesses, strict=True)]
-        each = self.draft.cost(sum(asks)) if self.draft is not None and any(asks) else 0.0
-        # Asserted tokens come, whether that pays or not; how many at once is chosen by what windows of them take.
-        least = [int(guess.asserted and chance.most > 0) for guess, chance in zip(guesses, chances, strict=True)]
-        if flat and not any(asks):
-            return best_depths(chances, self.curve, self.pace.premium, least)
-        return [self.depth_of(chances, each, max(least))] * len(rows)
+    def _choose(
+        self, rows: Sequence[Row], guesses: Sequence[Guess], flat: bool, may_try: bool
+    ) -> tuple[list[int], bool]:
+        """How many guesses of each row are worth a window, and whether it is only tried."""
+        pace, num_rows = self.pace, len(rows)
+        if pace is None:
+            most = max((self._chance(*each).most for each in zip(rows, guesses, strict=True)), default=0)
+            pinned = self.config.num_draft_tokens
+            return [most if pinned is None else min(most, pinned)] * num_rows, False
+        least = pace.least_chance(num_rows)
+        # Nearly always nothing pays where little repeats, and then nothing else is asked.
+        if self.draft is not None or self._likeliest(rows, guesses) > least:
+            depths = self._depths(pace, rows, guesses, flat)
+            if any(depths):
+                return depths, False
+        if self.draft is None and may_try:
+            depths = self._depths(pace, rows, guesses, flat, is_try=True)
+            if any(depths):
+                return depths, True
+            if least >= 1 or self._tries:
+                pace.looked_in_vain(num_rows)
+        return [0] * num_rows, False
 
-    def _none_pays(self, rows: Sequence[Row], guesses: Sequence[Guess]) -> bool:
-        """Whether even the likeliest guess is too unlikely: nearly always so where little repeats, and then nothing else is asked."""
-        if self.curve is None or self.draft is not None or self.config.num_draft_tokens is not None:
-            return False
-        least = self.curve.least_chance(len(rows))
-        return all(
-            not guess.tokens or row.guesses is None or row.guesses.first(guess) <= least
-            for row, guess in zip(rows, guesses, strict=True)
+    def _likeliest(self, rows: Sequence[Row], guesses: Sequence[Guess]) -> float:
+        return max(
+            (
+                row.guesses.first(guess)
+                for row, guess in zip(rows, guesses, strict=True)
+                if guess.tokens and row.guesses is not None
+            ),
+            default=0.0,
         )
 
-    def depth_of(self, chances: Sequence[Chance], each: float = 0.0, least: int = 0) -> int:
-        """The depth that pays best for rows with these chances, where a drafted token for them takes `each` seconds; at `least` so many."""
-        if self.curve is None:
+    def _depths(
+        self, pace: Pace, rows: Sequence[Row], guesses: Sequence[Guess], flat: bool, *, is_try: bool = False
+    ) -> list[int]:
+        """The depths that pay best; in a try at least one of each row's guess that promises something."""
+        chances = [self._chance(row, guess) for row, guess in zip(rows, guesses, strict=True)]
+        asks = [self._may_draft(row, guess) for row, guess in zip(rows, guesses, strict=True)]
+        least = [int(is_try and chance.tokens(MOST_GUESSES) >= TRIED) for chance in chances]
+        if flat and not any(asks):
+            depths = best_depths(chances, pace, least)
+            if any(depths):
+                # A window asserts what it holds; in plain steps it is done singly.
+                depths = [max(depth, int(guess.asserted)) for depth, guess in zip(depths, guesses, strict=True)]
+            return depths
+        return [self.depth_of(chances, sum(asks), max(least))] * len(rows)
+
+    def depth_of(self, chances: Sequence[Chance], drafted: int = 0, least: int = 0) -> int:
+        """The depth that pays best for rows with these chances, of which so many are `drafted`; at `least` so many."""
+        pace = self.pace
+        if pace is None:
             return max((chance.most for chance in chances), default=0)
-        return best_depth(chances, self.curve, lambda depth: depth * each, self.pace.premium, least)
+        each = 0.0
+        if self.draft is not None and drafted:
+            plain = pace.seconds(len(chances))
+            each = 0.0 if plain is None else self.draft.cost(drafted) / plain
+        return best_depth(chances, pace, lambda depth: depth * each, least)
 
-    def observed(self, num_rows: int, width: float, seconds: float) -> None:
-        """A step of this width, on the average of its rows, took so long: a plain one from one read-back to the next."""
-        curve = self.curve
-        if curve is None:
+    def stepped(self, num_rows: int, seconds: float, settled: bool) -> None:
+        """A plain step took so long, from the read-back before to its own (`Pace.stepped`)."""
+        pace = self.pace
+        if pace is None:
             return
-        if width == 1:
-            self.pace.stepped(curve.step(num_rows), seconds)
-        else:
-            self.pace.windowed(curve.window(num_rows, width), seconds)
+        pace.stepped(num_rows, seconds, settled)
+        if settled and self.keep is not None and pace.rows[num_rows].num_plain % CHECK == 0:
+            found = pace.corrections(num_rows)
+            if found:
+                self.keep(num_rows, found)
 
-    def _is_probe_due(self, rows: Sequence[Row], guesses: Sequence[Guess]) -> bool:
+    def windowed(self, num_rows: int, guesses: int, seconds: float, tokens: int) -> None:
+        """A window with `guesses` more positions than rows took so long and gave `tokens`."""
+        if self.pace is not None:
+            self.pace.windowed(num_rows, guesses, seconds, tokens, self._tries)
+
+    def disturbed(self) -> None:
+        """Something else was computed since the last step."""
+        if self.pace is not None:
+            self.pace.disturbed()
+
+    def _is_probe_due(self, rows: Sequence[Row]) -> bool:
         """Whether some row's drafts haven't been tried for long: nothing else tells whether they would be right by now."""
-        return self.curve is not None and any(
-            row.guesses is not None and len(row.tokens) >= row.guesses.probe_at and self._may_draft(row, guess)
-            for row, guess in zip(rows, guesses, strict=True)
+        return self.pace is not None and any(
+            row.guesses is not None
+            and len(row.tokens) >= row.guesses.probe_at
+            and self._may_draft(row, self._look(row))
+            for row in rows
         )
 
     def _ask(self, rows: Sequence[Row], depth: int) -> list[Sequence[int]]:
@@ -266,7 +334,7 @@ class Speculation:
                 for rows, by_width in sorted(curve.windows.items())
             },
             "assumed": curve is not None and curve.assumed,
+            "steps": None if self.pace is None else self.pace.stats(),
             "active_rows": num_rows,
-            "premium": self.pace.premium,
             "draft_failed": self.draft_failed,
         }

@@ -27,8 +27,8 @@ made the read-back comes first: else a token of every forced piece would be draw
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import cast
 
 import mlx.core as mx
@@ -44,6 +44,7 @@ from gnomon.grammar import Words
 from gnomon.kernels import dispatch
 from gnomon.kernels.blocks import flat_test
 from gnomon.propose.guesses import NOTHING
+from gnomon.propose.strict import Strict
 
 SETTLED = 8
 """Plain steps in a row after which the forwards of constrained rows no longer wait for the tokens before."""
@@ -55,6 +56,8 @@ class Flight:
 
     rows: Sequence[Row]
     drawn: Drawn
+    settled: bool = True
+    """Another step was under way while this one was prepared, where that is so in a row of plain steps."""
 
 
 class Stepper:
@@ -79,8 +82,7 @@ class Stepper:
         self.flight: Flight | None = None
         self._flat_room = flat_test(model)
         self._read, self._read_rows = 0.0, 0
-        self._begun = 0.0
-        """When the plain step in flight was begun; 0 if something else was computed since."""
+        """When tokens were read back last, of how many rows; 0 if something else was computed since."""
         self._plain_steps = 0
         """Since the last window."""
 
@@ -98,54 +100,57 @@ class Stepper:
         if not batch.rows:
             self.flight = None
             return False
-        if any(drafts):
-            begun = time.perf_counter()
-            width = self._window(drafts)
-            if speculation is not None:
-                speculation.observed(len(drafts), width, time.perf_counter() - begun)
-            self._read = 0.0
+        if any(drafts) and speculation is not None:
+            # What a draft model takes is reckoned on its own.
+            has_begun = self._read and self._read_rows == len(drafts) and speculation.draft is None
+            begun = self._read if has_begun else time.perf_counter()
+            guesses, num_tokens = self._window(drafts)
+            self._read, self._read_rows = time.perf_counter(), len(drafts)
+            speculation.windowed(len(drafts), guesses, self._read - begun, num_tokens)
             self._plain_steps = 0
         else:
-            self._plain()
+            self._plain(speculation.asserted(batch.rows) if speculation is not None and batch.waits else {})
             self._plain_steps += 1
         return True
 
     def land(self) -> None:
         """Read back the step in flight and deliver its tokens."""
         flight, self.flight = self.flight, None
-        self._read = 0.0
-        begun, self._begun = self._begun, 0.0
         if flight is not None:
             self._deliver(flight)
-            if begun and self.speculation is not None and self.speculation.pace.plain is None:
-                # Where windows and single plain steps alternate, no two plain ones follow each other.
-                self.speculation.observed(len(flight.rows), 1, time.perf_counter() - begun)
+            self._paced(flight)
 
     def disturbed(self) -> None:
         """Something else was computed since the last step: the time to the next says nothing of what a step takes."""
-        self._read = self._begun = 0.0
+        self._read = 0.0
+        if self.speculation is not None:
+            self.speculation.disturbed()
 
-    def _paced(self, num_rows: int) -> None:
-        """A plain step was read back with the next under way. From one such to the next, if nothing came between, is what a step takes."""
-        now = time.perf_counter()
+    def _paced(self, flight: Flight) -> None:
+        """A plain step was read back. From one such to the next, if nothing came between, is what a step takes."""
+        now, num_rows = time.perf_counter(), len(flight.rows)
         if self._read and self._read_rows == num_rows and self.speculation is not None:
-            self.speculation.observed(num_rows, 1, now - self._read)
+            self.speculation.stepped(num_rows, now - self._read, flight.settled)
         self._read, self._read_rows = now, num_rows
 
     def _runs_ahead(self) -> bool:
         """Whether forwards of constrained rows start before the tokens in flight are read: nothing was proposed lately."""
-        return self._plain_steps >= SETTLED or not self.batch.has_guesses
+        batch, speculation = self.batch, self.speculation
+        if self._plain_steps >= SETTLED or not batch.has_guesses:
+            return True
+        return speculation is not None and speculation.rests(len(batch.rows))
 
     def _all_end_in_flight(self) -> bool:
         """The step in flight makes the last token any row may have: another would be thrown away."""
         return self.flight is not None and all(row.left <= 1 for row in self.batch.rows if row.open)
 
-    def _plain(self) -> None:
+    def _plain(self, asserted: Mapping[Row, int]) -> None:
         batch, config = self.batch, self.config
         state = batch.state
         if state is None:
             raise RuntimeError("rows without states")
-        self._begun = 0.0 if self.flight is not None else time.perf_counter()
+        # Where every token is read before the next step, that is how plain steps go.
+        settled = self.flight is not None or batch.waits or not config.pipeline
         with dispatch.step():
             state.begin(1)
             logits = self.model(batch.pending, cache=state.caches)
@@ -153,24 +158,34 @@ class Stepper:
         allowed = self._allowed(logits)
         try:
             with dispatch.step():
-                drawn = batch.sampler.draw(logits, allowed=allowed)
+                drawn = self._with(asserted, batch.sampler.draw(logits, allowed=allowed))
             batch.sampler.commit(drawn.tokens, [1] * len(batch.rows))
         except Exception as error:  # noqa: BLE001  (whatever a row's processors raise is that row's own failure)
             logits, allowed = self._weed(logits, allowed, error)
             if not batch.rows:
                 return
             with dispatch.step():
-                drawn = batch.sampler.draw(logits, allowed=allowed)
+                drawn = self._with(asserted, batch.sampler.draw(logits, allowed=allowed))
             batch.sampler.commit(drawn.tokens, [1] * len(batch.rows))
         mx.async_eval(drawn.arrays(), batch.sampler.arrays())
-        before, self.flight = self.flight, Flight(batch.rows, drawn)
+        for row in asserted:
+            if row.guesses is not None:
+                row.guesses.tally.assert_one(Strict.source)
+        before, self.flight = self.flight, Flight(batch.rows, drawn, settled)
         batch.pending = drawn.tokens
         if before is not None:
             self._deliver(before)
-            self._paced(len(batch.rows))
+            self._paced(before)
         if not config.pipeline or (batch.has_fresh and config.early_first_token):
             self.land()
         batch.has_fresh = False
+
+    def _with(self, asserted: Mapping[Row, int], drawn: Drawn) -> Drawn:
+        """What was drawn, with what is asserted of some rows in its place."""
+        if not asserted:
+            return drawn
+        said = mx.array([[asserted.get(row, -1)] for row in self.batch.rows], dtype=mx.int32)
+        return replace(drawn, tokens=mx.where(said >= 0, said, drawn.tokens))
 
     def _allowed(self, logits: mx.array, drafts: Sequence[Sequence[int]] = ()) -> dict[int, Sequence[Words]]:
         """What constrained rows may draw at each position, found while the device computes the logits."""
@@ -237,8 +252,8 @@ class Stepper:
         """Whether windows over the rows as they are hold no padding."""
         return self._most_flat > len(self.batch.rows)
 
-    def _window(self, drafts: Sequence[Sequence[int]]) -> float:
-        """Verify the drafts. How many positions were computed, on the average of the rows."""
+    def _window(self, drafts: Sequence[Sequence[int]]) -> tuple[int, int]:
+        """Verify the drafts. How many positions were computed beyond one of each row, and how many tokens came of it."""
         batch, counters = self.batch, self.counters
         rows, state = batch.rows, batch.state
         if state is None:
@@ -295,7 +310,7 @@ class Stepper:
                 if not row.open:
                     break
                 self._take(row, b, position, draws[b][position], drawn)
-        return sum(counts) / len(rows) if flat else width
+        return (sum(counts) if flat else width * len(rows)) - len(rows), sum(accepted) + len(rows)
 
     def _deliver(self, flight: Flight) -> None:
         tokens = cast("list[list[int]]", flight.drawn.tokens.tolist())

@@ -2,7 +2,8 @@
 
 from gnomon.propose.acceptance import Rates
 from gnomon.propose.guesses import Guess, RowGuesses, Tally
-from gnomon.propose.policy import Chance, Curve, Pace, best_depth, best_depths
+from gnomon.propose.pace import Pace
+from gnomon.propose.policy import Chance, Curve, best_depth, best_depths
 from gnomon.propose.proposer import BatchProposer, Proposer, Text
 
 __all__ = [

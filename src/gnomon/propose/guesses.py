@@ -69,6 +69,13 @@ class Tally:
             for position in range(n):
                 counts[position] += 1
 
+    def assert_one(self, source: str) -> None:
+        """A plain step whose token was asserted."""
+        taken = self.by_source.setdefault(source, Taken())
+        taken.drafted += 1
+        taken.accepted += 1
+        taken.spans.append(1)
+
 
 class RowGuesses:
     """The proposers of one row, in the order in which they are asked, and what became of their guesses.
@@ -135,9 +142,7 @@ class RowGuesses:
         return Chance(rate.first.value, rate.later.value, len(guess.tokens))
 
     def first(self, guess: Guess) -> float:
-        """How likely a guess begins rightly; without end where it is asserted: it comes, whatever that costs."""
-        if guess.asserted:
-            return float("inf")
+        """How likely a guess begins rightly."""
         if guess.certain:
             return 1.0
         return self.rate(guess.source, guess.grade, guess.prior).first.value

@@ -33,10 +33,11 @@ class NGram(Proposer):
         if not self._extend(prompt, generated):
             return ()
         history, end = self.history, len(self.history)
+        here = tuple(history[-self.sizes[0] :])
         for size in self.sizes:
             if size >= end:
                 continue
-            found = self._ends[tuple(history[-size:])]
+            found = self._ends[here[-size:]]
             if found < end:
                 self.grade, self.prior = size, PRIORS[min(size, 3)]
                 return history[found : found + min(limit, self.most)]
@@ -45,13 +46,15 @@ class NGram(Proposer):
     def _extend(self, prompt: Sequence[int], generated: Sequence[int]) -> bool:
         """Index what is new. False if more is left."""
         history, ends, sizes = self.history, self._ends, self.sizes
-        begin = len(history)
+        begin, longest = len(history), sizes[0]
         if begin < len(prompt):
             history.extend(prompt[begin : begin + INDEX_AT_ONCE])
         if len(history) >= len(prompt):
             history.extend(generated[len(history) - len(prompt) :])
-        for end in range(begin + 1, len(history) + 1):
-            for size in sizes:
-                if size <= end:
-                    ends.setdefault(tuple(history[end - size : end]), end)
-        return len(history) == len(prompt) + len(generated)
+        last, size = len(history), len(prompt) + len(generated)
+        for end in range(begin + 1, last + 1):
+            here = tuple(history[max(0, end - longest) : end])
+            for own in sizes:
+                if own <= end:
+                    ends.setdefault(here[-own:], end)
+        return last == size

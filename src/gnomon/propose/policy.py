@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -10,13 +11,6 @@ MARGIN = 0.03
 
 MOST_GUESSES = 16
 """Most tokens guessed for a row and step."""
-
-MEMORY_PLAIN, MEMORY_WINDOW = 0.95, 0.8
-"""How much of what was known of the cost of steps stays after another one."""
-FORGET = 1 / 256
-"""How much of what windows turned out to cost is forgotten with each plain step, so that they are tried again."""
-MOST_OFF = 2.0
-"""A step that takes so many times as long as lately, or longer, counts as so many: it may just have been disturbed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +31,25 @@ class Chance:
         return total
 
 
+class Costs(ABC):
+    """What steps cost, in seconds or another unit."""
+
+    @abstractmethod
+    def step(self, num_rows: int) -> float:
+        """Of a plain step."""
+
+    @abstractmethod
+    def window(self, num_rows: int, width: float) -> float:
+        """Of a window of `width` positions, on the average of the rows where each has its own. Below 2 it is between a plain step and a
+        window of 2."""
+
+    @abstractmethod
+    def windows_of(self, num_rows: int, most: int) -> Sequence[float]:
+        """Of windows that hold 0, 1 .. `most` guesses in all (or more), whichever row's; [0] is a plain step's."""
+
+
 @dataclass(frozen=True, eq=False)
-class Curve:
+class Curve(Costs):
     """Seconds of a step by batch size and window width: `plain[B]` of a pipelined plain step, `windows[B][M]` of a window of M positions
     with its read-back and rollback. Between measured points costs are interpolated, outside extrapolated."""
 
@@ -49,31 +60,18 @@ class Curve:
 
     _known: dict[tuple[int, float], float] = field(default_factory=dict[tuple[int, float], float], repr=False)
     _windows: dict[int, list[float]] = field(default_factory=dict[int, list[float]], repr=False)
-    _least: dict[int, float] = field(default_factory=dict[int, float], repr=False)
 
     def step(self, num_rows: int) -> float:
-        """Seconds of a plain step."""
         return self._at(num_rows, 1)
 
     def window(self, num_rows: int, width: float) -> float:
-        """Seconds of a window of `width` positions, on the average of the rows where each has its own. Below 2 it is between a plain step
-        and a window of 2."""
         return self._at(num_rows, width)
 
     def windows_of(self, num_rows: int, most: int) -> Sequence[float]:
-        """Seconds of windows that hold 0, 1 .. `most` guesses in all (or more), whichever row's; [0] is a plain step's."""
         costs = self._windows.setdefault(num_rows, [self.step(num_rows)])
         while len(costs) <= most:
             costs.append(self.window(num_rows, 1 + len(costs) / num_rows))
         return costs
-
-    def least_chance(self, num_rows: int) -> float:
-        """No window of these rows makes more than plain steps unless its guesses are right more often than this, on the average."""
-        if num_rows not in self._least:
-            costs = self.windows_of(num_rows, MOST_GUESSES * num_rows)
-            plain = (1 + MARGIN) * num_rows / self.step(num_rows)
-            self._least[num_rows] = min((plain * costs[n] - num_rows) / n for n in range(1, len(costs)))
-        return self._least[num_rows]
 
     def _at(self, num_rows: int, width: float) -> float:
         key = num_rows, width
@@ -94,30 +92,32 @@ class Curve:
 
 def best_depth(
     chances: Sequence[Chance],
-    curve: Curve,
+    costs: Costs,
     draft_cost: Callable[[int], float] = lambda depth: 0.0,  # noqa: ARG005  (of guesses that cost nothing)
-    premium: float = 1.0,
     least: int = 0,
 ) -> int:
     """The depth with the most expected tokens per second for a batch with these chances, one per row; 0 when plain steps have more.
 
     Rows with shorter guesses ride along in a window: it costs what its width costs. `draft_cost(depth)` is what making the guesses
-    takes, in seconds; `premium` is how many times as much as measured windows turned out to cost. At `least` so many are taken, whether
-    that pays or not.
+    takes, in the unit of `costs`. At `least` so many are taken, whether that pays or not.
     """
     num_rows = len(chances)
-    best, best_rate = least, 0.0 if least else (1 + MARGIN) * num_rows / curve.step(num_rows)
-    for depth in range(max(1, least), max((one.most for one in chances), default=0) + 1):
-        expected = num_rows + sum(one.tokens(depth) for one in chances)
-        rate = expected / (premium * curve.window(num_rows, 1 + depth) + draft_cost(depth))
-        if rate > best_rate:
-            best, best_rate = depth, rate
+    best, best_rate = least, 0.0 if least else (1 + MARGIN) * num_rows / costs.step(num_rows)
+    expected = float(num_rows)
+    going = [(chance.first, chance.later, chance.most) for chance in chances if chance.most]
+    depth = 0
+    while going:
+        depth += 1
+        expected += sum(right for right, _, _ in going)
+        if depth >= least:
+            rate = expected / (costs.window(num_rows, 1 + depth) + draft_cost(depth))
+            if rate > best_rate:
+                best, best_rate = depth, rate
+        going = [(right * later, later, most) for right, later, most in going if most > depth]
     return best
 
 
-def best_depths(
-    chances: Sequence[Chance], curve: Curve, premium: float = 1.0, least: Sequence[int] | None = None
-) -> list[int]:
+def best_depths(chances: Sequence[Chance], costs: Costs, least: Sequence[int] | None = None) -> list[int]:
     """How many guesses of each row make the most expected tokens per second, where a window costs what its positions cost, whichever
     row's: the likeliest ones. All 0 when plain steps have more, unless `least` of some row's are taken whether that pays or not."""
     num_rows = len(chances)
@@ -135,47 +135,18 @@ def best_depths(
     # Guesses behind another are never likelier than it: each row's come in their order.
     places.sort()
     first = sum(depths)
-    costs = curve.windows_of(num_rows, first + len(places))
-    best, best_rate = 0, (1 + MARGIN) * num_rows / curve.step(num_rows)
+    windows = costs.windows_of(num_rows, first + len(places))
+    best, best_rate = 0, (1 + MARGIN) * num_rows / costs.step(num_rows)
     if first:
-        best_rate = expected / (premium * costs[first])
+        best_rate = expected / windows[first]
     for count, (wrong, _) in enumerate(places, 1):
         expected -= wrong
-        rate = expected / (premium * costs[first + count])
+        rate = expected / windows[first + count]
         if rate > best_rate:
             best, best_rate = count, rate
     for _, row in places[:best]:
         depths[row] += 1
     return depths
-
-
-@dataclass(slots=True)
-class Pace:
-    """How many times as long as a curve says steps really take lately. `plain` is None while an assumed curve's unit is unknown."""
-
-    plain: float | None = 1.0
-    window: float = 1.0
-
-    @property
-    def premium(self) -> float:
-        """How many times as much as it should, against plain steps, a window takes. What all steps share, as of a load or a long context,
-        is not in it: plain steps that get slower make no window look cheap."""
-        return 1.0 if self.plain is None else max(1.0, self.window / self.plain)
-
-    def stepped(self, expected: float, seconds: float) -> None:
-        """A plain step took so long."""
-        if self.plain is None:
-            self.plain = self.window = seconds / expected
-            return
-        ratio = min(seconds / expected, MOST_OFF * self.plain)
-        self.plain = MEMORY_PLAIN * self.plain + (1 - MEMORY_PLAIN) * ratio
-        self.window = max(self.plain, self.window + FORGET * (self.plain - self.window))
-
-    def windowed(self, expected: float, seconds: float) -> None:
-        """A window took so long."""
-        if self.plain is not None:
-            ratio = min(seconds / expected, MOST_OFF * self.window)
-            self.window = MEMORY_WINDOW * self.window + (1 - MEMORY_WINDOW) * ratio
 
 
 def _between(known: Mapping[int, float], at: float) -> float:
