@@ -136,7 +136,7 @@ def test_weights_of_float32_are_taken_as_codes_alone() -> None:
         assert cut.stage(8, 32, 4) == cut.tiles * (16 * 128 + 16 * 2 * 4 * 4)
 
 
-@pytest.mark.parametrize("rows", [1, 32, 33])
+@pytest.mark.parametrize("rows", [1, 32, 33, 64, 65])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
 def test_products_of_one_type_go_to_the_kernels(monkeypatch: pytest.MonkeyPatch, rows: int, dtype: mx.Dtype) -> None:
     w, s, b = mx.quantize(mx.random.normal((48, 576), key=mx.random.key(1)).astype(dtype), 32, 4)
@@ -154,7 +154,12 @@ def test_products_of_one_type_go_to_the_kernels(monkeypatch: pytest.MonkeyPatch,
         seen.append("unpack")
         return dense(weights)
 
+    def wide(x: mx.array, weights: Weights) -> mx.array:
+        seen.append("wide")
+        return x @ dense(weights).T
+
     monkeypatch.setattr(operations, "product", product)
+    monkeypatch.setattr(operations, "wide", wide)
     monkeypatch.setattr(operations, "unpack", unpack)
     dispatched = operations.ALL[0].make(mx.quantized_matmul, operations)
     how: dict[str, Any] = {"transpose": True, "group_size": 32, "bits": 4}
@@ -166,7 +171,7 @@ def test_products_of_one_type_go_to_the_kernels(monkeypatch: pytest.MonkeyPatch,
         assert dispatch.stock_calls.pop("quantized_matmul") == 1
     finally:
         dispatch.choose(False)
-    assert seen == ["product" if rows <= 32 else "unpack"]
+    assert seen == ["product" if rows <= 32 else "wide" if rows <= 64 and dtype == mx.bfloat16 else "unpack"]
     exact = mx.quantized_matmul(x.astype(mx.float32), w, s.astype(mx.float32), b.astype(mx.float32), **how)
     assert y.dtype == dtype
     assert other.shape == y.shape == (rows, 1, 48)

@@ -15,6 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from gnomon.kernels import coded, dispatch
 from gnomon.kernels.cuda import attention, chunks, decode
+from gnomon.kernels.cuda.products import Weights
 from gnomon.state.batch_state import BatchState
 from gnomon.state.codecs.affine import Affine
 from gnomon.state.codecs.coding import Coding
@@ -147,6 +148,26 @@ def test_chunks_of_a_lone_row(placed: list[int], kind: str) -> None:
     near(found, expected, 1e-4)
     for mine, theirs in zip(ours, kept, strict=True):
         near(mine, theirs, 1e-4)
+
+
+def test_few_rows_of_codes_are_not_unpacked(placed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("qwen2, 4 bits")
+    model.set_dtype(mx.bfloat16)
+    whole = make("qwen2, 4 bits")
+    exact, stock = in_chunks(whole)[0], in_chunks(model)[0]
+    seen: list[int] = []
+
+    def wide(x: mx.array, weights: Weights) -> mx.array:
+        seen.append(x.shape[0])
+        packed, scales, biases = weights.arrays()[:3]
+        y = x @ mx.dequantize(packed, scales, biases, weights.group, weights.bits).T
+        return y if weights.bias is None else y + weights.bias
+
+    monkeypatch.setattr(chunks, "wide", wide)
+    swap(model)
+    found = in_chunks(model)[0]
+    assert seen == [40] * 35 + [50] * 35 + [40] * 35
+    assert np.square(found - exact).mean() <= 1.5 * np.square(stock - exact).mean()
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])

@@ -32,7 +32,7 @@ def bench() -> Iterator[Timing]:
         for n, k in ((4096, 4096), (14336, 4096)):
             count = max(2, int(MEMORY / (n * k * bits / 8)))
             sets = [_weights(n, k, bits, seed) for seed in range(count)]
-            for rows in (1, 8, 32, 512) if bits != DENSE else (1, 8, 32):
+            for rows in (1, 8, 32, 64, 512) if bits != DENSE else (1, 8, 32):
                 x = mx.random.normal((rows, k), dtype=mx.bfloat16)
                 mx.eval(x)
 

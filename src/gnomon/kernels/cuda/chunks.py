@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -29,9 +29,10 @@ from mlx_lm.models import base
 
 from gnomon.kernels.cuda import attention
 from gnomon.kernels.cuda.decode import MLP, Decoder, Layer
-from gnomon.kernels.cuda.products import BLOCK, DENSE, SCALED, Weights, most_rows, weight_names, weight_part
+from gnomon.kernels.cuda.products import BLOCK, DENSE, SCALED, TYPES, Weights, most_rows, weight_names, weight_part
 from gnomon.kernels.cuda.prompts import FEWEST
 from gnomon.kernels.cuda.sources import Kernel, make
+from gnomon.kernels.cuda.wide import ROWS, wide
 from gnomon.kernels.dispatch import thread
 
 NORM_BLOCK, HEADS_BLOCK = 256, 128
@@ -43,6 +44,8 @@ MOST_UNPACKED = 8 << 30
 
 Group = tuple[Weights, ...]
 """Weights that take the same x and lie one behind the other when unpacked."""
+Matrix = mx.array | Weights
+"""[outputs, K], as it is or quantised without a bias."""
 
 
 @cache
@@ -84,10 +87,14 @@ class Unpacking:
 
 
 class Matrices:
-    """Groups of weights as matrices that `mx.matmul` takes: the dense ones' own, the others' unpacked, those of a kind together."""
+    """Groups of weights as `product` takes them: dense ones' matrices, and the others' unpacked, those of a kind together, or, for few
+    rows, as they are."""
 
     def __init__(self, *groups: Group) -> None:
-        self._dense = [[part.weight for part in group] for group in groups]
+        self._packed: list[list[Matrix]] = [
+            [part.weight if part.bits == DENSE else replace(part, bias=None) for part in group] for group in groups
+        ]
+        self._few = ROWS if all(group[0].dtype in TYPES for group in groups) else 0
         kinds: dict[tuple[int, int], list[int]] = {}
         for i, group in enumerate(groups):
             if group[0].bits != DENSE:
@@ -97,17 +104,21 @@ class Matrices:
         self.nbytes = sum(part.outputs * part.inputs * part.dtype.size for part in packed)
         """Of what is unpacked."""
 
-    def __call__(self) -> list[list[mx.array]]:
-        """By group, one matrix [all outputs, K], or one [outputs, K] for each of its dense weights."""
-        found = list(self._dense)
+    def __call__(self, rows: int) -> list[list[Matrix]]:
+        """For so many rows of x. By group, one matrix [all outputs, K], or one for each of its weights."""
+        found = list(self._packed)
+        if rows <= self._few:
+            return found
         for places, unpacking in self._launches:
             for i, matrix in zip(places, unpacking(), strict=True):
                 found[i] = [matrix]
         return found
 
 
-def product(x: mx.array, matrix: mx.array, bias: mx.array | None) -> mx.array:
+def product(x: mx.array, matrix: Matrix, bias: mx.array | None) -> mx.array:
     """x [M, K] @ matrix.T (+ bias)."""
+    if isinstance(matrix, Weights):
+        return wide(x, replace(matrix, bias=bias))
     return mx.matmul(x, matrix.T) if bias is None else mx.addmm(bias, x, matrix.T)
 
 
@@ -261,7 +272,7 @@ class Chunks:
         sent: deque[mx.array] = deque()
         for i, (block, state, norm) in enumerate(zip(self._blocks, caches, after, strict=True)):
             layer, mlp, form = block.layer, block.mlp, block.layer.form
-            qkv, (o,), gate_up, (down,) = block.matrices()
+            qkv, (o,), gate_up, (down,) = block.matrices(batch * length)
             biases = layer.q.bias, layer.k.bias, layer.v.bias
             parts = [product(x, matrix, None) for matrix in qkv]
             q, k, v = place_heads(form, parts, biases, layer.head_norms, offsets, layer.inverse)

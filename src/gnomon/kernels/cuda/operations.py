@@ -9,15 +9,18 @@ from typing import Any
 import mlx.core as mx
 
 from gnomon.kernels.cuda import coded, experts, prompts, recurrent, windows
-from gnomon.kernels.cuda.products import SCALED, Weights, most_rows, product, unpack
+from gnomon.kernels.cuda.products import SCALED, TYPES, Weights, most_rows, product, unpack
+from gnomon.kernels.cuda.wide import ROWS, wide
 from gnomon.kernels.dispatch import Operation, thread, uncovered
 
 
 def quantized_matmul(x: mx.array, weights: Weights, *, stream: Any = None) -> mx.array:
-    """x [..., K] @ weights.T: up to 32 rows by our own kernel; more by matrix products with weights rounded to x's type."""
+    """x [..., K] @ weights.T: up to 64 rows by our own kernels; more by matrix products. Above 32, weights are rounded to x's type."""
     rows = x.size // x.shape[-1]
     if rows <= most_rows():
         return product(x.reshape(rows, -1), weights).reshape(*x.shape[:-1], weights.outputs)
+    if rows <= ROWS and weights.dtype in TYPES:
+        return wide(x.reshape(rows, -1), weights).reshape(*x.shape[:-1], weights.outputs)
     return mx.matmul(x, unpack(weights).T, stream=stream)
 
 

@@ -10,7 +10,15 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from gnomon.kernels.cuda import attention, products, verify_chunks, verify_codes, verify_experts, verify_windows
+from gnomon.kernels.cuda import (
+    attention,
+    products,
+    verify_chunks,
+    verify_codes,
+    verify_experts,
+    verify_wide,
+    verify_windows,
+)
 from gnomon.kernels.cuda.products import Normed, Weights
 from gnomon.kernels.verify import Array, Check, _name, _random, _share, _wide  # pyright: ignore[reportPrivateUsage]
 
@@ -247,7 +255,7 @@ def parts() -> list[Callable[[], Iterator[Check]]]:
         )
     ]
     found += [verify_windows.verify, *(partial(verify_codes.verify, [case]) for case in verify_codes.CASES)]
-    return [*found, *verify_chunks.parts(), *verify_experts.parts()]
+    return [*found, *verify_chunks.parts(), *verify_wide.parts(), *verify_experts.parts()]
 
 
 def verify() -> Iterator[Check]:
