@@ -162,7 +162,12 @@ def prepare(
         from gnomon.kernels.cuda import chunks, decode, mixtures, recurrent
 
         steps = decode.swap(model, _graphs if kernels.graph is None else None)
-        found = {**mixtures.swap(model), **recurrent.swap(model), **steps, **chunks.swap(model)}
+        found = {
+            **mixtures.swap(model),
+            **recurrent.swap(model),
+            **steps,
+            **(chunks.swap(model) if chunks.ran(model) else {}),
+        }
         why = (
             None
             if hasattr(model, "decoder")
