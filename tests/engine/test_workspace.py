@@ -39,6 +39,15 @@ def test_chunks_are_the_widest_halvings_that_fit(chunk: int, context: int, pair_
         assert min(chunk, 2 * got + 1) * context * pair_bytes > LIMIT
 
 
+@given(st.integers(1, 4096), st.integers(1, 10**6), st.integers(1, 1000), st.floats(0.01, 1))
+def test_what_is_counted_covers_shorter_prompts(chunk: int, context: int, pair_bytes: int, share: float) -> None:
+    """Windows are cut for the prompt, and admission counts its answer too: with that a narrower one."""
+    space, prompt = Workspace(pair_bytes, layers=3), max(1, int(context * share))
+    scores = space.chunk(chunk, prompt) * prompt * pair_bytes
+    assert scores <= space.nbytes(chunk, context)
+    assert 2 * scores <= space.beside(chunk, context)
+
+
 def test_prompts_share_a_window_as_long_as_all_scores_fit() -> None:
     assert QWEN.has_room([(100, 1000), (300, 30_000)])
     assert not QWEN.has_room([(100, 1000), (300, 40_000)])

@@ -45,14 +45,16 @@ class Workspace:
         return chunk
 
     def nbytes(self, chunk: int, context: int) -> int:
-        """Bytes of a layer's scores in the widest window of a prompt that comes to `context` tokens."""
-        return self.chunk(chunk, context) * context * self.pair_bytes
+        """Most bytes of a layer's scores in a window of a prompt of up to `context` tokens, of which one may have the widest at fewer."""
+        most = max(LIMIT, FEWEST * context * self.pair_bytes)
+        return min(chunk * context * self.pair_bytes, most)
 
     def beside(self, chunk: int, context: int) -> int:
-        """Bytes of copies, masks, and all layers' scores but one's in the widest window of a prompt that comes to `context` tokens."""
-        width = min(self.chunk(chunk, context), context)
-        held = self.layers * self.key_bytes + width * self.mask_bytes
-        return context * held + (self.layers - 1) * self.nbytes(chunk, context)
+        """Most bytes of copies, masks, and all layers' scores but one's in a window of a prompt of up to `context` tokens."""
+        scores, pairs = self.nbytes(chunk, context), min(chunk, context) * context
+        if self.pair_bytes:
+            pairs = min(pairs, scores // self.pair_bytes)
+        return context * self.layers * self.key_bytes + pairs * self.mask_bytes + (self.layers - 1) * scores
 
     def has_room(self, windows: Iterable[tuple[int, int]]) -> bool:
         """Whether prompts of (tokens to compute, context) may share a window."""
