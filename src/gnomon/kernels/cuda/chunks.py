@@ -306,7 +306,8 @@ _classes: dict[type, type] = {}
 
 def ran(model: nn.Module) -> bool:
     """Whether chunks of such a model were ever computed on a GPU: those of f32 have run on an emulator of its threads only."""
-    return hasattr(model, "decoder") and model.decoder.dtype == mx.bfloat16
+    decoder: Decoder | None = getattr(model, "decoder", None)
+    return decoder is not None and decoder.dtype == mx.bfloat16
 
 
 def swap(model: nn.Module) -> dict[str, int]:
