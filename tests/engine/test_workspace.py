@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import mlx.core as mx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,8 +15,9 @@ from engine_fixtures import Rig, tiny_loaded
 from gnomon.config import EngineConfig, KvScheme
 from gnomon.engine.api import Request
 from gnomon.engine.coding import coding_for
+from gnomon.engine.prefill import SPARE
 from gnomon.engine.workspace import LIMIT, Workspace, workspace_of
-from gnomon.kernels import codes, dispatch
+from gnomon.kernels import codes, dispatch, native
 
 QWEN = Workspace(24 * 2)
 """Qwen3.8-27B: 24 query heads in bfloat16."""
@@ -115,3 +117,16 @@ def test_a_prompt_runs_in_the_narrower_windows(monkeypatch: pytest.MonkeyPatch) 
     rig.submit(Request("long", tuple(range(3, 203)), max_tokens=1))
     rig.finish()
     assert rig.counters.prefill_chunks == -(-199 // 16)
+
+
+@pytest.mark.parametrize(("is_cuda", "spare", "cleared"), [(False, 0, 3), (True, SPARE, 0), (True, SPARE + 1, 3)])
+def test_what_windows_leave_spare(monkeypatch: pytest.MonkeyPatch, is_cuda: bool, spare: int, cleared: int) -> None:
+    """A GPU's buffers are kept for the next window as long as they are few."""
+    rig, found = Rig(tiny_loaded("llama"), EngineConfig(prefill_chunk=32)), list[str]()
+    monkeypatch.setattr(native, "is_cuda", lambda: is_cuda)
+    monkeypatch.setattr(mx, "get_cache_memory", lambda: spare)
+    monkeypatch.setattr(mx, "clear_cache", lambda: found.append("cleared"))
+    prefill = rig.core.runner.new_prefill([list(range(3, 100))])
+    while not prefill.finished:
+        prefill.advance()
+    assert len(found) == cleared

@@ -7,8 +7,12 @@ from collections.abc import Sequence
 import mlx.core as mx
 from mlx import nn
 
-from gnomon.kernels import dispatch
+from gnomon.kernels import dispatch, native
 from gnomon.state.batch_state import BatchState
+
+SPARE = 1 << 30
+"""Bytes of spare buffers that stay on an NVIDIA GPU between windows: to free them and ask for them again takes longer than a small
+model's window."""
 
 
 class Prefill:
@@ -77,8 +81,14 @@ class Prefill:
             self.model(mx.array(window, dtype=mx.int32), cache=self.state.caches)
             self.state.commit()
         mx.eval(self.state.arrays())
-        mx.clear_cache()
+        _give_back()
         self.done = done
 
     def _counts(self) -> list[int]:
         return [len(prompt) - 1 - start for prompt, start in zip(self.prompts, self.starts, strict=True)]
+
+
+def _give_back() -> None:
+    """Let go of a window's buffers: the next one's have other sizes."""
+    if not native.is_cuda() or mx.get_cache_memory() > SPARE:
+        mx.clear_cache()
