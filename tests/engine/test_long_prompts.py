@@ -114,7 +114,8 @@ def test_admission_counts_what_scores_take() -> None:
     plain, whole = Budget(needs, 1 << 40, 0), Budget(needs, 1 << 40, 0, workspace=Workspace(16))
     job = Rig(loaded_of()).submit(Request("r", tokens_of(1000), max_tokens=24))
     assert (plain.left([job]) or 0) - (whole.left([job]) or 0) == 2048 * 1024 * 16 // 4
-    assert whole.workspace.nbytes(2048, LONG + 1) == 1024 * (LONG + 1) * 16 <= LIMIT
+    # A prompt of one token less has windows of 2,048 that fill the limit.
+    assert whole.workspace.nbytes(2048, LONG + 1) == 2048 * LONG * 16 == LIMIT
     copies = Budget(needs, 1 << 40, 0, workspace=Workspace(0, 512, 3, 2))
     assert (plain.left([job]) or 0) - (copies.left([job]) or 0) == 1024 * (2 * 512 + 1024 * 3)
 

@@ -206,8 +206,8 @@ def test_decode_steps_of_a_model_with_experts_are_compiled(
     dispatch.choose(True)
     with dispatch.step():
         found = decoded(model)
-    assert stand_ins == ["route", "gated", "blend_and_add"] * 2
-    # A window's first tokens are the model's own.
+    # Two layers, of two short prompts and of the step of both.
+    assert stand_ins == ["route", "gated", "blend_and_add"] * 2 * 3
     assert dispatch.stock_calls == {}
     assert np.abs(found - expected).mean() < 0.03 * expected.std()
     assert decode.Decoder.of(make()) is not None
