@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_engine import FakeEngine, Job, Live, live_server, logprob, make_app, parse_stream, prompts, user
+from fake_engine import FakeEngine, Job, Live, eventually, live_server, logprob, make_app, parse_stream, prompts, user
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from starlette.testclient import TestClient
 
@@ -235,6 +235,8 @@ def test_the_turn_goes_on_until_every_choice_has_its_call(client: TestClient, en
 
     engine.script = script
     choices = ask(client, n=2, parallel_tool_calls=False)["choices"]
+    # The answer may be here before the script's thread has gone on.
+    eventually(lambda: len(cancelled) == 2)
     assert cancelled == [False, True]
     assert [one["finish_reason"] for one in choices] == ["tool_calls", "tool_calls"]
     assert [one["message"]["content"] for one in choices] == ["Hm.", None]
