@@ -33,3 +33,10 @@ def native(kernels: ModuleType) -> Iterator[ModuleType]:
     dispatch.choose(False)
     dispatch.uninstall()
     dispatch.stock_calls.clear()
+
+
+@pytest.fixture(autouse=True)
+def nothing_installed(request: pytest.FixtureRequest) -> None:
+    """Tests of CUDA's operations on a CPU: an engine of an earlier test has left those of the CPU."""
+    if request.module.__name__.startswith("test_cuda"):
+        dispatch.uninstall()
