@@ -3,7 +3,7 @@ from types import ModuleType
 
 import pytest
 
-from gnomon.kernels import dispatch, operations
+from gnomon.kernels import coded, dispatch, operations
 from kernels.built import all_isas, load_kernels
 
 
@@ -37,6 +37,7 @@ def native(kernels: ModuleType) -> Iterator[ModuleType]:
 
 @pytest.fixture(autouse=True)
 def nothing_installed(request: pytest.FixtureRequest) -> None:
-    """Tests of CUDA's operations on a CPU: an engine of an earlier test has left those of the CPU."""
+    """Tests of CUDA's operations on a CPU: an engine of an earlier test has left those of the CPU. Views are taken as in any engine."""
     if request.module.__name__.startswith("test_cuda"):
         dispatch.uninstall()
+        coded.install()
